@@ -1,0 +1,24 @@
+"""Gradient accumulation for JAX and Optax: the gradient of the large batch, exactly."""
+
+from importlib.metadata import version
+
+from optax_accum._accumulate import AccumulateState, accumulate, has_emitted
+from optax_accum._skip import SkipFn, skip_nonfinite, skip_norm_above
+from optax_accum._train_step import TrainState, init_train_state, make_train_step
+from optax_accum._value_and_grad import grad, value_and_grad
+
+__version__ = version("optax_accum")
+
+__all__ = [
+    "AccumulateState",
+    "SkipFn",
+    "TrainState",
+    "accumulate",
+    "grad",
+    "has_emitted",
+    "init_train_state",
+    "make_train_step",
+    "skip_nonfinite",
+    "skip_norm_above",
+    "value_and_grad",
+]

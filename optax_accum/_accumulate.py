@@ -1,0 +1,395 @@
+"""Door 1: a gradient transformation that steps its optimizer once a window.
+
+Letters: ``k`` calls make a window; ``P`` is one parameter-sized buffer.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_accum._checks import (
+    check_accumulator_dtype,
+    check_choice,
+    check_count,
+    check_flag,
+    check_scalar,
+    check_weight,
+)
+from optax_accum._numerics import (
+    add,
+    divide,
+    is_none,
+    kind_of,
+    scale,
+    settle,
+    sum_dtype,
+    weight_dtype,
+    zero_sums,
+)
+from optax_accum._optimizer import Flag, step_if, update_inner
+from optax_accum._skip import SkipFn
+
+OnSkip = Literal["microbatch", "window", "ignore"]
+Reduction = Literal["mean", "sum"]
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`. Arrays only; the types never change after `init`.
+
+    Attributes:
+      mini_step: calls counted in the open window; 0 after a boundary.
+      gradient_step: steps the wrapped optimizer has taken. Label checkpoints with it.
+      inner_opt_state: state of the wrapped optimizer, bit-identical between boundaries.
+      acc_grads: weighted sum of the open window's gradients. Shapes of the parameters,
+        float32 or wider (see `accumulate`); ``()`` where every call is a window.
+      acc_weight: sum of the open window's weights.
+      acc_value: weighted sum of the open window's values.
+      emitted: whether the last call stepped the wrapped optimizer.
+      skipped: calls that `skip_fn` has refused since `init`.
+      dropped: whether the open window will be thrown away (``on_skip="window"``).
+    """
+
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    inner_opt_state: optax.OptState
+    acc_grads: Any
+    acc_weight: jax.Array  # shape=(), dtype=float32, or float64 beside such sums
+    acc_value: jax.Array  # as acc_weight
+    emitted: jax.Array  # shape=(), dtype=bool
+    skipped: jax.Array  # shape=(), dtype=int32
+    dropped: jax.Array  # shape=(), dtype=bool
+
+
+class _Window(NamedTuple):
+    """What the calls of a window, the present one among them, have added up."""
+
+    grads: Any
+    weight: float | jax.Array  # a float where it is known while tracing
+    value: jax.Array | None
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    every_k: int | Callable[[jax.Array], ArrayLike],
+    *,
+    reduction: Reduction = "mean",
+    accumulator_dtype: DTypeLike | None = None,
+    skip_fn: SkipFn | None = None,
+    on_skip: OnSkip = "microbatch",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps `inner` once for every `every_k` calls, with the mean of their gradients.
+
+    With gradients :math:`g_i` and weights :math:`w_i` of the calls in a window, the
+    wrapped optimizer sees :math:`\sum_i w_i g_i / \sum_i w_i`. Between boundaries the
+    updates are zeros (-0.0, so that parameters stay bit-identical), the inner state
+    does not change and `inner` is not evaluated. The state costs 1 P beyond the inner
+    state, and nothing where `every_k` is the integer 1.
+
+    `inner` is the whole optimizer, clipping and weight decay included.
+    ``accumulate(optax.identity(), k)`` is the bare link that emits the mean: right in
+    front of stateless transformations only, for a stateful one would see the zeros.
+
+    The ``update`` function takes, beyond what `inner` takes:
+
+    * ``weight``: what this call counts for in the mean, a scalar >= 0, by default 1.
+      Weight 0 adds exactly nothing, whatever the gradient.
+    * ``value``: the loss of this call, a scalar. At a boundary `inner` receives the
+      window's weighted mean of it. Give it at every call of a window or at none.
+      Where ``grad`` is given too, `inner` receives the window's mean gradient as that.
+    * ``emit``: True closes the window with this call, however full it is (the last
+      window of an epoch). The mean is over what was really seen.
+
+    Any other extra argument reaches `inner` from the call that closes the window.
+
+    A window of total weight 0 emits zeros, leaves the inner state alone and is no
+    gradient step. Without a `skip_fn`, a NaN reaches the mean of its own window and of
+    no other. Under ``vmap`` over the state both branches are evaluated, as for every
+    ``lax.cond``.
+
+    Args:
+      inner: the optimizer to wrap. It may take extra arguments.
+      every_k: calls in a window: an integer >= 1, or a schedule that maps the gradient
+        step to one (scalar ``int32`` to a scalar of an integer dtype). State restored
+        under a smaller value closes its window at the next call.
+      reduction: ``"mean"``, or ``"sum"`` to hand `inner` the weighted sum.
+      accumulator_dtype: dtype of the sums of real leaves. By default a leaf's own
+        where that is float32 or float64, else float32. Complex leaves keep their own.
+        The mean reaches `inner` in this precision; updates leave in the dtype that
+        `inner` alone would give for the incoming gradients.
+      skip_fn: decides whether a call is left out; see `skip_nonfinite` and
+        `skip_norm_above`.
+      on_skip: what becomes of a skipped call. ``"microbatch"``: it counts as a call
+        and weighs nothing, so that boundaries never shift. ``"window"``: its whole
+        window is thrown away. ``"ignore"``: as if it had never been made.
+
+    Returns:
+      A ``GradientTransformationExtraArgs`` whose state is an `AccumulateState`.
+
+    Raises:
+      TypeError: `inner` is no gradient transformation, or `every_k` neither an integer
+        nor a callable.
+      ValueError: `every_k` is smaller than 1, or `reduction` or `on_skip` is unknown.
+
+    Examples:
+      >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2)
+      >>> state = tx.init(jnp.array(0.0))
+      >>> for grad in (1.0, 3.0):
+      ...     update, state = tx.update(jnp.array(grad), state)
+      ...     print(update, optax_accum.has_emitted(state))
+      -0.0 False
+      -2.0 True
+
+    References:
+      Ott et al., `Scaling Neural Machine Translation
+      <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.2 (delayed updates).
+    """
+    inner = _check_inner(inner)
+    every_k = _check_every_k(every_k)
+    check_choice("accumulate(reduction=...)", reduction, get_args(Reduction))
+    check_choice("accumulate(on_skip=...)", on_skip, get_args(OnSkip))
+    check_accumulator_dtype("accumulate", accumulator_dtype)
+    every_call = every_k == 1  # every call is a window: nothing to add up
+    drops = skip_fn is not None and on_skip == "window"
+
+    def init_fn(params):
+        scalar = weight_dtype(params, accumulator_dtype)
+        return AccumulateState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=jnp.zeros((), jnp.int32),
+            inner_opt_state=settle(inner.init(params)),
+            acc_grads=() if every_call else zero_sums(params, accumulator_dtype),
+            acc_weight=jnp.zeros((), scalar),
+            acc_value=jnp.zeros((), scalar),
+            emitted=jnp.zeros((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            dropped=jnp.zeros((), bool),
+        )
+
+    def update_fn(
+        updates, state, params=None, *, weight=1, value=None, emit=None, **extra_args
+    ):
+        _check_made_for(state, every_call)
+        emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
+        skip = _decide(skip_fn, updates, params)
+        call = _Window(updates, _weigh(weight, skip), _check_value(value))
+
+        if every_call:
+            window = _sole_call(call, reduction)
+            mini_step, closes = state.mini_step, True
+        else:
+            window = _add_call(state, call)
+            counted = _not(skip) if on_skip == "ignore" else True
+            mini_step = state.mini_step + counted
+            full = mini_step >= _window_length(every_k, state.gradient_step)
+            closes = full & counted | emit
+        dropped = state.dropped | skip if drops else False
+        steps = closes & (window.weight != 0) & _not(dropped)
+
+        def update(grads, value):
+            extra = _with_means(extra_args, grads, value)
+            return update_inner(inner, grads, state.inner_opt_state, params, extra)
+
+        outgoing = jax.eval_shape(lambda: update(call.grads, call.value)[0])
+        updates, inner_opt_state = step_if(
+            steps,
+            lambda: update(*_means(window, reduction)),
+            call.grads,
+            outgoing,
+            state.inner_opt_state,
+        )
+        return updates, AccumulateState(
+            mini_step=_reset(state.mini_step, mini_step, closes),
+            gradient_step=_count(state.gradient_step, steps),
+            inner_opt_state=inner_opt_state,
+            acc_grads=_reset(state.acc_grads, window.grads, closes),
+            acc_weight=_reset(state.acc_weight, window.weight, closes),
+            acc_value=_reset(state.acc_value, window.value, closes),
+            emitted=jnp.asarray(steps),
+            skipped=_count(state.skipped, skip),
+            dropped=jnp.asarray(_not(closes) & dropped),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def has_emitted(opt_state: optax.OptState) -> jax.Array:
+    """Whether the last call really stepped an optimizer wrapped by `accumulate`.
+
+    False after a skipped call, and after a boundary whose window weighed nothing or was
+    dropped. The `AccumulateState` is found wherever it lies in the state of a chain,
+    a mask, a partition; where there are several, one that stepped is enough.
+
+    Args:
+      opt_state: any optimizer state that holds an `AccumulateState`.
+
+    Returns:
+      Shape ``()``, bool.
+
+    Raises:
+      ValueError: there is no `AccumulateState` in `opt_state`.
+
+    Examples:
+      >>> tx = optax.chain(optax_accum.accumulate(optax.adam(1e-3), every_k=1))
+      >>> _, state = tx.update(jnp.array(2.0), tx.init(jnp.array(0.0)))
+      >>> bool(optax_accum.has_emitted(state))
+      True
+    """
+    states = accumulate_states(opt_state)
+    if not states:
+        raise ValueError(
+            "`has_emitted(opt_state)` must be given a state that holds an "
+            f"`AccumulateState`, got {jax.tree.structure(opt_state)}; wrap the "
+            "optimizer with `optax_accum.accumulate`."
+        )
+    return functools.reduce(jnp.logical_or, [state.emitted for state in states])
+
+
+def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
+    """Every outermost `AccumulateState` in `opt_state`."""
+
+    def is_state(node):
+        return isinstance(node, AccumulateState)
+
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_state)
+    return [leaf for leaf in leaves if is_state(leaf)]
+
+
+def _decide(skip_fn: SkipFn | None, grads: Any, params: Any) -> Flag:
+    if skip_fn is None:
+        return False
+    return check_flag("accumulate(skip_fn=...)", skip_fn(grads, params))
+
+
+def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
+    weight = check_weight("accumulate(...).update(weight=...)", weight)
+    return weight if skip is False else jnp.where(skip, 0, weight)
+
+
+def _add_call(state: AccumulateState, call: _Window) -> _Window:
+    """The open window with `call` added; a call of weight 0 changes not one bit."""
+    counts = call.weight != 0
+
+    def add_weighted(term, total):
+        if term is None:
+            return total
+        if total is None or jnp.shape(term) != total.shape:
+            raise ValueError(
+                "`accumulate(...).update(updates, state)` must be given gradients of "
+                f"the shapes that `init` saw, {kind_of(total)}, got {kind_of(term)}; "
+                "make the state with `init(params)` of these parameters."
+            )
+        added = add(total, scale(term, call.weight, total.dtype))
+        return added if counts is True else jnp.where(counts, added, total)
+
+    return _Window(
+        grads=jax.tree.map(add_weighted, call.grads, state.acc_grads, is_leaf=is_none),
+        weight=add(state.acc_weight, call.weight),
+        value=None if call.value is None else add_weighted(call.value, state.acc_value),
+    )
+
+
+def _sole_call(call: _Window, reduction: Reduction) -> _Window:
+    """A window of one call: its mean is the gradient itself, to the last bit."""
+
+    def scaled(grad):
+        return scale(grad, call.weight, sum_dtype(jnp.result_type(grad)))
+
+    grads = jax.tree.map(scaled, call.grads) if reduction == "sum" else call.grads
+    counts = call.weight != 0
+    weight = float(counts) if isinstance(counts, bool) else counts.astype(jnp.float32)
+    return _Window(grads, weight, call.value)
+
+
+def _window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLike:
+    if not callable(every_k):
+        return every_k
+    length = jnp.asarray(every_k(gradient_step))
+    if length.shape != () or not jnp.issubdtype(length.dtype, jnp.integer):
+        raise TypeError(
+            "`accumulate(every_k=schedule)` must return an integer scalar, got "
+            f"{kind_of(length)}; round an optax schedule: "
+            "`lambda step: jnp.rint(schedule(step)).astype(jnp.int32)`."
+        )
+    return length.astype(jnp.int32)
+
+
+def _means(window: _Window, reduction: Reduction) -> tuple[Any, jax.Array | None]:
+    grads, weight, value = window
+    if reduction == "mean":
+        grads = jax.tree.map(lambda total: divide(total, weight), grads)
+    return grads, None if value is None else divide(value, weight)
+
+
+def _with_means(extra_args: dict, grads: Any, value: jax.Array | None) -> dict:
+    """`extra_args` with the mean value, and the mean gradient where one was given."""
+    means = {} if value is None else {"value": value}
+    return extra_args | means | ({"grad": grads} if "grad" in extra_args else {})
+
+
+def _reset(old: Any, new: Any, closes: Flag) -> Any:
+    """Zeros where the window closes, else `new`; None stands for nothing new."""
+    if closes is True:
+        return jax.tree.map(jnp.zeros_like, old)
+    new = old if new is None else new
+    return jax.tree.map(lambda x: jnp.where(closes, jnp.zeros_like(x), x), new)
+
+
+def _count(counter: jax.Array, happened: Flag) -> jax.Array:
+    return jnp.where(happened, optax.safe_increment(counter), counter)
+
+
+def _not(flag: Flag) -> Flag:
+    return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
+
+
+# # Errors
+
+
+def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "`accumulate(inner, every_k)` must be given the optimizer to wrap first, "
+            f"got {inner!r}; write `accumulate(optax.adam(1e-3), every_k=4)`. It is no "
+            "link in front of a stateful optimizer, whose moments would see the zeros "
+            "of the calls in between; in front of stateless transformations alone, "
+            "`accumulate(optax.identity(), every_k=4)` is one."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _check_every_k(every_k: Any) -> int | Callable:
+    if isinstance(every_k, optax.GradientTransformation):
+        raise TypeError(
+            "`accumulate(every_k=...)` must be an integer or a schedule, got a "
+            "gradient transformation; the optimizer comes first: "
+            "`accumulate(optimizer, every_k)`."
+        )
+    if callable(every_k):
+        return every_k
+    return check_count("accumulate(every_k=...)", every_k)
+
+
+def _check_value(value: Any) -> jax.Array | None:
+    if value is None:
+        return None
+    return check_scalar("accumulate(...).update(value=...)", value, "a real number")
+
+
+def _check_made_for(state: Any, every_call: bool) -> None:
+    if not isinstance(state, AccumulateState):
+        raise TypeError(
+            "`accumulate(...).update(updates, state)` must be given an "
+            f"`AccumulateState`, got {type(state).__name__}; make one with "
+            "`init(params)`."
+        )
+    if every_call and jax.tree.leaves(state.acc_grads):
+        raise ValueError(
+            "`accumulate(every_k=1)` must be given a state without accumulator, got "
+            "one with `acc_grads`; to change `every_k` on resume, use a schedule: "
+            "`every_k=lambda step: 1`."
+        )

@@ -1,0 +1,139 @@
+"""Which arguments of a function are differentiated, split, folded or carried.
+
+An argument is named by position or by keyword, as in ``jax.jit``, and is found however
+the caller passes it.
+"""
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+Place = int | str  # where a value stands in a call: args[int] or kwargs[str]
+
+
+class Argument(NamedTuple):
+    """One argument: the position and the keyword under which it may be passed."""
+
+    num: int | None
+    name: str | None
+
+
+class Roles(NamedTuple):
+    """Something for each role: its arguments, their places in a call, their values."""
+
+    differentiated: tuple
+    split: tuple
+    folded: tuple = ()
+    carried: tuple = ()  # none or one
+
+
+def name_arguments(
+    fun: Callable, nums: int | Sequence[int] | None, names: str | Sequence[str] | None
+) -> tuple[Argument, ...]:
+    """The arguments that `nums` and `names` choose, in that order."""
+    chosen = [Argument(_index(num), None) for num in _several(nums)]
+    chosen += [Argument(None, name) for name in _several(names)]
+    return tuple(_complete(argument, _parameters(fun)) for argument in chosen)
+
+
+def find(caller: str, roles: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
+    """The places of all arguments in a call."""
+    places = Roles(
+        *(
+            tuple(_find(caller, chosen, args, kwargs) for chosen in role)
+            for role in roles
+        )
+    )
+    check_disjoint(caller, places)
+    return places
+
+
+def values_at(places: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
+    """The values in these places of a call."""
+
+    def value(place):
+        return args[place] if isinstance(place, int) else kwargs[place]
+
+    return Roles(*(tuple(map(value, role)) for role in places))
+
+
+def replace(
+    args: Sequence, kwargs: dict[str, Any], places: Roles, values: Roles
+) -> tuple[list, dict[str, Any]]:
+    """The call with other values in these places."""
+    args, kwargs = list(args), dict(kwargs)
+    flat = itertools.chain.from_iterable
+    for place, value in zip(flat(places), flat(values), strict=True):
+        (args if isinstance(place, int) else kwargs)[place] = value
+    return args, kwargs
+
+
+def describe(place: Place) -> str:
+    return f"args[{place}]" if isinstance(place, int) else place
+
+
+def check_disjoint(caller: str, roles: Roles) -> None:
+    """Each argument has one role: what is split cannot be differentiated as well."""
+    roles_of: dict[Any, list[str]] = {}
+    for name, role in roles._asdict().items():
+        for argument in role:
+            roles_of.setdefault(argument, []).append(name)
+    for argument, names in roles_of.items():
+        if len(names) > 1:
+            called = argument if isinstance(argument, Place) else _called(argument)
+            raise ValueError(
+                f"`{caller}` must name each argument in one role, once, got argument "
+                f"{called!r} as {' and as '.join(names)}; give each its own argument."
+            )
+
+
+def _find(
+    caller: str, argument: Argument, args: Sequence, kwargs: dict[str, Any]
+) -> Place:
+    num, name = argument
+    if num is not None and -len(args) <= num < len(args):
+        return num % len(args)
+    if name is not None and name in kwargs:
+        return name
+    raise ValueError(
+        f"`{caller}` must find argument {_called(argument)!r} in every call, got "
+        f"{len(args)} positional arguments and the keywords {sorted(kwargs)}; name it "
+        "by `...argnums` or `...argnames` as it is passed."
+    )
+
+
+def _called(argument: Argument) -> Place | None:
+    return argument.num if argument.name is None else argument.name
+
+
+def _parameters(fun: Callable) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return ()
+
+
+def _complete(argument: Argument, parameters: Iterable[inspect.Parameter]) -> Argument:
+    """Fills in the other way to pass the same argument, where the signature tells."""
+    for num, parameter in enumerate(parameters):
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            if argument.num == num or argument.name == parameter.name:
+                return Argument(num, parameter.name)
+    return argument
+
+
+def _several(chosen: Any) -> tuple:
+    if chosen is None:
+        return ()
+    return tuple(chosen) if isinstance(chosen, tuple | list) else (chosen,)
+
+
+def _index(num: Any) -> int:
+    if isinstance(num, bool) or not hasattr(num, "__index__"):
+        raise TypeError(
+            f"an `...argnums` must be an integer or a tuple of them, got {num!r}; "
+            "keywords go into the `...argnames` beside it."
+        )
+    return operator.index(num)

@@ -1,0 +1,158 @@
+"""What every door shares: the dtype of a sum, the types of a state, a norm."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def is_array(leaf: Any) -> bool:
+    """True for arrays (keys and tracers among them) and for Python numbers."""
+    if isinstance(leaf, _NUMBERS):
+        return True
+    # NumPy holds strings, objects and dates too, which are no arrays to JAX.
+    is_foreign = getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("OSUMm")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_foreign
+
+
+def is_numeric(leaf: Any) -> bool:
+    """True for what can be summed: an array that holds numbers, not keys."""
+    return is_array(leaf) and not jnp.issubdtype(
+        jnp.result_type(leaf), jax.dtypes.extended
+    )
+
+
+def is_inexact(leaf: Any) -> bool:
+    """True for what has a gradient: a floating or complex array or number."""
+    return is_numeric(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def kind_of(leaf: Any) -> str:
+    """A leaf as an error shall call it: ``float32[3,4]``, or the name of its type."""
+    if not is_array(leaf):
+        return type(leaf).__name__
+    return f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}".replace(" ", "")
+
+
+def sum_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
+    """The dtype in which values of `dtype` are summed.
+
+    By kind and size, not by ``promote_types``, which refuses float8. A requested
+    dtype counts for real leaves; a complex one keeps its own, or its imaginary
+    part would be lost.
+    """
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return dtype
+    if requested is not None:
+        return jnp.dtype(requested)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+def zero_sums(tree: Any, requested: DTypeLike | None = None) -> Any:
+    """Zeros in the dtype of the sum for each numeric leaf, None for any other.
+
+    ``zeros_like`` rather than ``zeros``: it keeps a leaf's sharding, and inside
+    ``shard_map`` the axes over which the leaf varies.
+    """
+
+    def zero(leaf):
+        if not is_numeric(leaf):
+            return None
+        return jnp.zeros_like(leaf, sum_dtype(jnp.result_type(leaf), requested))
+
+    return jax.tree.map(zero, tree)
+
+
+def weight_dtype(tree: Any, requested: DTypeLike | None = None) -> jnp.dtype:
+    """The dtype of weights and values: float64 where any sum of `tree` is."""
+    sums = [
+        sum_dtype(jnp.result_type(leaf), requested)
+        for leaf in jax.tree.leaves(tree)
+        if is_numeric(leaf)
+    ]
+    double = any(jnp.finfo(dtype).bits == 64 for dtype in sums)
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def add(total: jax.Array, term: ArrayLike) -> jax.Array:
+    return total + jnp.asarray(term).astype(total.dtype)
+
+
+def scale(x: ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """``x * factor`` in at least float32, stored as `dtype`."""
+    if _is_one(factor):
+        return jnp.asarray(x).astype(dtype)
+    wide = jnp.promote_types(sum_dtype(jnp.result_type(x)), sum_dtype(dtype))
+    return (jnp.asarray(x, wide) * jnp.asarray(factor, wide)).astype(dtype)
+
+
+def divide(total: jax.Array, divisor: ArrayLike) -> jax.Array:
+    """``total / divisor`` in at least float32, stored in the dtype of `total`.
+
+    A division, not a product with the reciprocal: three ones have the mean one.
+    """
+    if _is_one(divisor):
+        return total
+    wide = sum_dtype(total.dtype)
+    return (total.astype(wide) / jnp.asarray(divisor, wide)).astype(total.dtype)
+
+
+def _is_one(factor: ArrayLike) -> bool:
+    """Known while tracing to be 1, so that nothing need be computed."""
+    return isinstance(factor, (int, float)) and factor == 1
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm over all numeric leaves, squared and summed in `sum_dtype`."""
+    dtype = weight_dtype(tree)
+    squares = [
+        jnp.sum(
+            jnp.square(jnp.abs(jnp.asarray(leaf, sum_dtype(jnp.result_type(leaf)))))
+        )
+        for leaf in jax.tree.leaves(tree)
+        if is_numeric(leaf)
+    ]
+    return jnp.sqrt(sum((s.astype(dtype) for s in squares), jnp.zeros((), dtype)))
+
+
+def settle(tree: Any) -> Any:
+    """`tree` with every number an array of a definite dtype.
+
+    A weakly typed leaf changes its type at the first update, which costs a second
+    compilation and is no ``lax.scan`` carry.
+    """
+
+    def settled(leaf):
+        if not is_numeric(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jnp.asarray(leaf, jnp.result_type(leaf))
+
+    return jax.tree.map(settled, tree)
+
+
+def keep_types(new: Any, old: Any) -> Any:
+    """`new` with the structure and the dtypes of `old`.
+
+    Optimizers leave None where they were given a None gradient, and moments in the
+    gradient's dtype where it is wider than the parameter's; a state that changes so
+    from call to call is neither a ``lax.scan`` carry nor a branch of ``lax.cond``.
+    """
+
+    def keep(new_leaf, old_leaf):
+        if new_leaf is None or not is_array(old_leaf):
+            return old_leaf
+        if not is_numeric(old_leaf):
+            return new_leaf
+        return jnp.asarray(new_leaf, jnp.result_type(old_leaf))
+
+    return jax.tree.map(keep, new, old, is_leaf=is_none)

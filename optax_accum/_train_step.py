@@ -1,0 +1,244 @@
+"""Door 2: one large batch a call, split inside, one optimizer step after it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from optax_accum._accumulate import accumulate_states, has_emitted
+from optax_accum._arguments import Argument, Roles
+from optax_accum._numerics import global_norm, kind_of, settle
+from optax_accum._optimizer import update_inner
+from optax_accum._value_and_grad import accumulate_gradients, check_floats
+
+
+class TrainState(NamedTuple):
+    """What a train step takes and gives back. Arrays only.
+
+    Attributes:
+      step: calls of the train step so far.
+      params: what is trained.
+      opt_state: state of the optimizer.
+      key: where a key was given, folded with `step` and the number of the micro-batch
+        before the loss sees it; never changes. None without.
+      model_state: what the model carries from micro-batch to micro-batch, such as the
+        statistics of BatchNorm. None without.
+    """
+
+    step: jax.Array  # shape=(), dtype=int32
+    params: optax.Params
+    opt_state: optax.OptState
+    key: jax.Array | None
+    model_state: Any
+
+
+def init_train_state(
+    params: optax.Params,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: jax.Array | None = None,
+    model_state: Any = None,
+) -> TrainState:
+    """Makes the state that `make_train_step`'s function takes.
+
+    The state owns `params` and `model_state`: the first step consumes their buffers
+    (``make_train_step(..., donate=False)`` keeps them). The key is copied, and so is an
+    array that occurs twice, as in tied weights or an optimizer that keeps the initial
+    parameters, for a buffer can be given away once only.
+
+    Args:
+      params: pytree of floating or complex arrays.
+      optimizer: any optax optimizer, one wrapped by `accumulate` too.
+      key: a random key, typed or raw, for a loss that takes ``key``.
+      model_state: pytree of arrays, for a loss that takes and returns ``model_state``.
+
+    Returns:
+      A `TrainState` with ``step`` 0.
+
+    Raises:
+      TypeError: `params` holds a leaf that is no floating or complex array.
+
+    Examples:
+      >>> state = optax_accum.init_train_state({"w": jnp.ones(3)}, optax.adam(1e-3))
+      >>> print(state.step, state.params["w"].shape, state.key)
+      0 (3,) None
+    """
+    check_floats("init_train_state", ("params",), (params,))
+    params = settle(params)
+    return _own(
+        TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=settle(optimizer.init(params)),
+            key=None if key is None else jnp.copy(key),
+            model_state=settle(model_state),
+        )
+    )
+
+
+def make_train_step(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    has_aux: bool = False,
+    batch_axis: int = 0,
+    accumulator_dtype: DTypeLike | None = None,
+    unroll: int | bool = 1,
+    donate: bool = True,
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """Makes a jitted step that trains on a large batch in micro-batches.
+
+    ``train_step(state, batch, *args, **extra)`` splits `batch` by rows, sums the
+    gradients of its micro-batches in a ``lax.scan`` and steps the optimizer once, with
+    their mean. It is ``(carry, x) -> (carry, y)``, so itself the body of a scan.
+
+    Args:
+      loss_fn: called as ``loss_fn(params, microbatch, *args)``, returns the mean loss
+        of these rows, a real scalar; with `has_aux` a pair of that and a pytree of
+        float scalars. Where the state has a ``key``, the loss takes a keyword of that
+        name: the key folded with ``state.step``, then with the micro-batch's number.
+        Where it has a ``model_state``, the loss takes that keyword and returns the new
+        one beside the loss: ``(loss, new)``, with `has_aux` ``(loss, (new, aux))``.
+      optimizer: the one that made the state. Its ``update`` also receives
+        ``weight=`` (the rows of the call) and ``value=`` (the mean loss), for those who
+        take extra arguments, and whatever is passed as `extra`.
+      num_microbatches: as for `value_and_grad`.
+      microbatch_size: as for `value_and_grad`.
+      has_aux: whether `loss_fn` returns something to report beside the loss.
+      batch_axis: the axis of the rows, in every array of the batch.
+      accumulator_dtype: dtype of the sums, see `value_and_grad`. The mean reaches the
+        optimizer in it.
+      unroll: micro-batches in one iteration of the loop.
+      donate: whether the step consumes the state it is given, which saves a copy.
+
+    Returns:
+      A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
+      metrics are scalars: ``loss``, the mean over all rows; ``grad_norm``, the global
+      norm of the mean gradient, before any clipping; ``weight``, the rows; ``emitted``,
+      whether an optimizer wrapped by `accumulate` stepped, else True; and ``aux``.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+      ValueError: as `value_and_grad`; when called, a state that another optimizer made.
+
+    Examples:
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] * params["w"] - batch["y"]) ** 2)
+      >>> optimizer = optax.sgd(0.1)
+      >>> state = optax_accum.init_train_state({"w": 1.0}, optimizer)
+      >>> train_step = optax_accum.make_train_step(
+      ...     loss_fn, optimizer, num_microbatches=2)
+      >>> batch = {"x": jnp.arange(4.0), "y": jnp.ones(4)}
+      >>> state, metrics = train_step(state, batch)
+      >>> print(state.params["w"], metrics["loss"], metrics["grad_norm"])
+      0.6 1.5 4.0
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    accumulated = accumulate_gradients(
+        "make_train_step",
+        loss_fn,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        has_aux=has_aux,
+        batch_axis=batch_axis,
+        accumulator_dtype=accumulator_dtype,
+        unroll=unroll,
+    )
+
+    def train_step(state, batch, *args, **extra):
+        _check_made_by(optimizer, state)
+        roles, keywords = _model_inputs(state)
+        means = accumulated(roles, (state.params, batch, *args), keywords)
+        (loss, aux), grads = means.stats, means.grads[0]
+
+        given = {"weight": means.rows, "value": loss} | extra
+        params, opt_state = _apply(optimizer, grads, state, given)
+        metrics = {
+            "loss": loss,
+            "grad_norm": global_norm(grads),
+            "weight": jnp.asarray(means.rows, loss.dtype),
+            "emitted": _has_stepped(opt_state),
+        }
+        return (
+            TrainState(
+                step=jnp.asarray(optax.safe_increment(state.step)),
+                params=params,
+                opt_state=opt_state,
+                key=state.key,
+                model_state=means.carry[0] if means.carry else None,
+            ),
+            metrics | {"aux": aux} if has_aux else metrics,
+        )
+
+    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
+    """What the loss takes by keyword, and which arguments are what."""
+    rng, carry, keywords = (), (), {}
+    if state.key is not None:
+        rng = (Argument(None, "key"),)
+        keywords["key"] = jax.random.fold_in(state.key, state.step)
+    if state.model_state is not None:
+        carry = (Argument(None, "model_state"),)
+        keywords["model_state"] = state.model_state
+    return Roles((Argument(0, None),), (Argument(1, None),), rng, carry), keywords
+
+
+def _apply(optimizer, grads, state, extra_args):
+    """Parameters and optimizer state after a call of the optimizer, types kept."""
+    updates, opt_state = update_inner(
+        optimizer, grads, state.opt_state, state.params, extra_args
+    )
+    # A float32 update of a bfloat16 parameter: added in float32, rounded once.
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(state.params, updates), opt_state
+
+
+def _has_stepped(opt_state: optax.OptState) -> jax.Array:
+    return has_emitted(opt_state) if accumulate_states(opt_state) else jnp.array(True)
+
+
+def _own(tree: Any) -> Any:
+    """`tree` with every array once, so that each buffer can be given away."""
+    seen = set()
+
+    def own(leaf):
+        leaf = jnp.copy(leaf) if id(leaf) in seen else leaf
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, tree)
+
+
+def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            "`train_step(state, batch)` must be given a `TrainState`, got "
+            f"{type(state).__name__}; make one with "
+            "`init_train_state(params, optimizer)`."
+        )
+    expected = _kinds(jax.eval_shape(optimizer.init, state.params))
+    got = _kinds(state.opt_state)
+    differing = [
+        f"{path or 'itself'}: {got.get(path)} for {expected.get(path)}"
+        for path in sorted(expected | got)
+        if expected.get(path) != got.get(path)
+    ]
+    if differing:
+        raise ValueError(
+            "`train_step(state, batch)` must be given a state that its optimizer made, "
+            f"got one that differs in {len(differing)} leaves of `opt_state`, first "
+            f"{differing[0]}; make it with `init_train_state(params, optimizer)` of "
+            "the same optimizer."
+        )
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): kind_of(leaf) for path, leaf in leaves}
