@@ -5,7 +5,7 @@ Letters: ``k`` calls make a window; ``P`` is one parameter-sized buffer.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class _Window(NamedTuple):
 
 def accumulate(
     inner: optax.GradientTransformation,
-    every_k: int | Callable[[jax.Array], ArrayLike],
+    every_k: SupportsIndex | Callable[[jax.Array], ArrayLike] | None = None,
     *,
     reduction: Reduction = "mean",
     accumulator_dtype: DTypeLike | None = None,
@@ -173,7 +173,7 @@ def accumulate(
     def update_fn(
         updates, state, params=None, *, weight=1, value=None, emit=None, **extra_args
     ):
-        _check_made_for(state, every_call)
+        _check_made_for(state, updates, every_call)
         emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
         skip = _decide(skip_fn, updates, params)
         call = _Window(updates, _weigh(weight, skip), _check_value(value))
@@ -184,7 +184,7 @@ def accumulate(
         else:
             window = _add_call(state, call)
             counted = _not(skip) if on_skip == "ignore" else True
-            mini_step = state.mini_step + counted
+            mini_step = add(state.mini_step, counted)
             full = mini_step >= _window_length(every_k, state.gradient_step)
             closes = full & counted | emit
         dropped = state.dropped | skip if drops else False
@@ -380,16 +380,21 @@ def _check_value(value: Any) -> jax.Array | None:
     return check_scalar("accumulate(...).update(value=...)", value, "a real number")
 
 
-def _check_made_for(state: Any, every_call: bool) -> None:
+def _check_made_for(state: Any, updates: Any, every_call: bool) -> None:
     if not isinstance(state, AccumulateState):
         raise TypeError(
             "`accumulate(...).update(updates, state)` must be given an "
             f"`AccumulateState`, got {type(state).__name__}; make one with "
             "`init(params)`."
         )
-    if every_call and jax.tree.leaves(state.acc_grads):
+    has_sums = bool(jax.tree.leaves(state.acc_grads))
+    if has_sums if every_call else not has_sums and jax.tree.leaves(updates):
+        got, made = (
+            ("a filled", "larger") if has_sums else ("an empty", "the integer 1")
+        )
         raise ValueError(
-            "`accumulate(every_k=1)` must be given a state without accumulator, got "
-            "one with `acc_grads`; to change `every_k` on resume, use a schedule: "
+            "`accumulate(every_k=...)` must be given a state of its own, got one with "
+            f"{got} `acc_grads`, made where `every_k` was {made}; `every_k=1` keeps no "
+            "sums, so to change `every_k` on resume, use a schedule: "
             "`every_k=lambda step: 1`."
         )

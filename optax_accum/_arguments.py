@@ -6,9 +6,10 @@ the caller passes it.
 
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+from optax_accum._checks import check_index
 
 Place = int | str  # where a value stands in a call: args[int] or kwargs[str]
 
@@ -33,7 +34,7 @@ def name_arguments(
     fun: Callable, nums: int | Sequence[int] | None, names: str | Sequence[str] | None
 ) -> tuple[Argument, ...]:
     """The arguments that `nums` and `names` choose, in that order."""
-    chosen = [Argument(_index(num), None) for num in _several(nums)]
+    chosen = [Argument(check_index("...argnums", num), None) for num in _several(nums)]
     chosen += [Argument(None, name) for name in _several(names)]
     return tuple(_complete(argument, _parameters(fun)) for argument in chosen)
 
@@ -128,12 +129,3 @@ def _several(chosen: Any) -> tuple:
     if chosen is None:
         return ()
     return tuple(chosen) if isinstance(chosen, tuple | list) else (chosen,)
-
-
-def _index(num: Any) -> int:
-    if isinstance(num, bool) or not hasattr(num, "__index__"):
-        raise TypeError(
-            f"an `...argnums` must be an integer or a tuple of them, got {num!r}; "
-            "keywords go into the `...argnames` beside it."
-        )
-    return operator.index(num)

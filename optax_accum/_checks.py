@@ -6,7 +6,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import DTypeLike
+
+from optax_accum._numerics import kind_of
+
+
+def check_index(argument: str, index: Any) -> int:
+    """`index` as an ``int``, if it is one and no bool."""
+    if isinstance(index, (bool, np.bool_)) or not hasattr(index, "__index__"):
+        raise TypeError(f"`{argument}` must be an integer, got {index!r}.")
+    return operator.index(index)
 
 
 def check_count(argument: str, count: Any) -> int:
@@ -30,10 +40,7 @@ def check_scalar(
         "an integer": jnp.issubdtype(x.dtype, jnp.integer),
     }
     if x.shape != () or not is_kind[kind]:
-        raise TypeError(
-            f"`{argument}` must be {kind}, a scalar, got {x.dtype.name} of shape "
-            f"{x.shape}."
-        )
+        raise TypeError(f"`{argument}` must be {kind}, a scalar, got {kind_of(x)}.")
     return x
 
 
@@ -61,6 +68,18 @@ def check_weight(argument: str, weight: Any) -> float | jax.Array:
             f"`{argument}` must be >= 0, got {weight!r}; it counts rows or tokens."
         )
     return float(weight)
+
+
+def check_optimizer(
+    caller: str, optimizer: Any
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, made to accept extra arguments."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"`{caller}(optimizer)` must be a gradient transformation, got "
+            f"{optimizer!r}; write `optax.adam(1e-3)`, say."
+        )
+    return optax.with_extra_args_support(optimizer)
 
 
 def check_choice(argument: str, choice: Any, choices: tuple[str, ...]) -> None:

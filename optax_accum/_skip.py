@@ -12,7 +12,9 @@ from optax_accum._numerics import global_norm, is_numeric, sum_dtype
 class SkipFn(Protocol):
     """Decides whether a micro-batch is left out of its window."""
 
-    def __call__(self, grads: optax.Updates, params: optax.Params | None) -> jax.Array:
+    def __call__(
+        self, grads: optax.Updates, params: optax.Params | None, /
+    ) -> jax.Array:
         """Called at every call of `update`, traced, before the gradients are added.
 
         Args:

@@ -144,10 +144,11 @@ def fold_keys(tree: Any, index: ArrayLike) -> Any:
     """`tree` with every key folded with `index`; what is no key stays."""
 
     def fold(leaf):
-        if not _is_key(leaf):
+        if not is_key(leaf):
             return leaf
         fold_in = jax.random.fold_in
-        for _ in range(np.ndim(leaf) - (jnp.result_type(leaf) == jnp.uint32)):
+        is_raw = jnp.result_type(leaf) == jnp.uint32
+        for _ in range(np.ndim(leaf) - is_raw):
             fold_in = jax.vmap(fold_in, in_axes=(0, None))
         return fold_in(leaf, index)
 
@@ -171,10 +172,10 @@ def _size(label: str, shape: tuple[int, ...], axis: int) -> int:
     return shape[axis]
 
 
-def _is_key(leaf: Any) -> bool:
-    """A typed key, or a raw one: two words, or four, of uint32."""
+def is_key(leaf: Any) -> bool:
+    """A typed key, or a raw one: two words, or four, of uint32; or an array of them."""
     if not is_array(leaf):
         return False
     dtype = jnp.result_type(leaf)
-    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return typed or (dtype == jnp.uint32 and np.shape(leaf) in ((2,), (4,)))
+    is_raw = dtype == jnp.uint32 and np.shape(leaf)[-1:] in ((2,), (4,))
+    return is_raw or jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -10,8 +10,10 @@ from jax.typing import DTypeLike
 
 from optax_accum._accumulate import accumulate_states, has_emitted
 from optax_accum._arguments import Argument, Roles
+from optax_accum._checks import check_optimizer
 from optax_accum._numerics import global_norm, kind_of, settle
 from optax_accum._optimizer import update_inner
+from optax_accum._split import is_key
 from optax_accum._value_and_grad import accumulate_gradients, check_floats
 
 
@@ -29,14 +31,14 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array  # shape=(), dtype=int32
-    params: optax.Params
-    opt_state: optax.OptState
+    params: Any
+    opt_state: Any
     key: jax.Array | None
     model_state: Any
 
 
 def init_train_state(
-    params: optax.Params,
+    params: Any,
     optimizer: optax.GradientTransformation,
     *,
     key: jax.Array | None = None,
@@ -59,14 +61,17 @@ def init_train_state(
       A `TrainState` with ``step`` 0.
 
     Raises:
-      TypeError: `params` holds a leaf that is no floating or complex array.
+      TypeError: `params` holds a leaf that is no floating or complex array, or `key`
+        is no key.
 
     Examples:
       >>> state = optax_accum.init_train_state({"w": jnp.ones(3)}, optax.adam(1e-3))
       >>> print(state.step, state.params["w"].shape, state.key)
       0 (3,) None
     """
+    optimizer = check_optimizer("init_train_state", optimizer)
     check_floats("init_train_state", ("params",), (params,))
+    _check_key(key)
     params = settle(params)
     return _own(
         TrainState(
@@ -90,7 +95,7 @@ def make_train_step(
     accumulator_dtype: DTypeLike | None = None,
     unroll: int | bool = 1,
     donate: bool = True,
-) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+) -> jax.stages.Wrapped:
     """Makes a jitted step that trains on a large batch in micro-batches.
 
     ``train_step(state, batch, *args, **extra)`` splits `batch` by rows, sums the
@@ -138,7 +143,7 @@ def make_train_step(
       >>> print(state.params["w"], metrics["loss"], metrics["grad_norm"])
       0.6 1.5 4.0
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = check_optimizer("make_train_step", optimizer)
     accumulated = accumulate_gradients(
         "make_train_step",
         loss_fn,
@@ -214,6 +219,14 @@ def _own(tree: Any) -> Any:
         return leaf
 
     return jax.tree.map(own, tree)
+
+
+def _check_key(key: Any) -> None:
+    if key is not None and not is_key(key):
+        raise TypeError(
+            f"`init_train_state(key=...)` must be a random key, got {kind_of(key)}; "
+            "write `jax.random.key(0)`."
+        )
 
 
 def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:

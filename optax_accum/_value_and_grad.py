@@ -20,7 +20,7 @@ from optax_accum._arguments import (
     replace,
     values_at,
 )
-from optax_accum._checks import check_accumulator_dtype
+from optax_accum._checks import check_accumulator_dtype, check_index
 from optax_accum._numerics import (
     add,
     divide,
@@ -223,6 +223,9 @@ def accumulate_gradients(
     """What stands under every door that splits: means in the dtypes of their sums."""
     split_options = check_split(caller, num_microbatches, microbatch_size)
     check_accumulator_dtype(caller, accumulator_dtype)
+    batch_axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
+    if not callable(fun):
+        raise TypeError(f"`{caller}` must be given a function first, got {fun!r}.")
 
     def accumulated(roles, args, kwargs):
         places = find(caller, roles, args, kwargs)
@@ -310,7 +313,7 @@ def check_floats(caller: str, places: tuple, values: tuple) -> None:
                 wrong.append(f"{name} ({kind_of(leaf)})")
     if wrong:
         raise TypeError(
-            f"`{caller}` must differentiate floating or complex arrays, got "
+            f"`{caller}` must be given floating or complex arrays to train, got "
             f"{', '.join(wrong)}; pass what is not trained in an argument of its own."
         )
 

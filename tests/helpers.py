@@ -1,0 +1,104 @@
+"""Oracles, in NumPy or with the bare optimizer, and what several tests feed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+# One rounding to nearest in float32, relative.
+F32_ULP = 2.0**-23
+
+
+def model_updates(calls, every_k, on_skip="microbatch"):
+    """What `accumulate(sgd(1.0), every_k)` must emit, call by call.
+
+    Args:
+      calls: a list of (gradient, weight, whether to skip, whether to emit).
+      every_k: maps the gradient step to the calls in a window.
+      on_skip: as in `accumulate`.
+    """
+    total = weight = 0.0
+    mini_step = gradient_step = 0
+    dropped, updates = False, []
+    for gradient, call_weight, skip, emit in calls:
+        if not skip and call_weight > 0:
+            total, weight = total + call_weight * gradient, weight + call_weight
+        dropped = dropped or (skip and on_skip == "window")
+        counted = not (skip and on_skip == "ignore")
+        mini_step += counted
+        updates.append(0.0)
+        if (counted and mini_step >= every_k(gradient_step)) or emit:
+            if weight > 0 and not dropped:
+                updates[-1], gradient_step = -total / weight, gradient_step + 1
+            total, weight, mini_step, dropped = 0.0, 0.0, 0, False
+    return updates
+
+
+def feed(tx, grads, params=0.0, **each):
+    """The updates that `tx` emits for `grads` in order, and its last state.
+
+    `each` holds lists of extra arguments, one for each call.
+    """
+    params = jax.tree.map(jnp.asarray, params)
+    state = tx.init(params)
+    updates = []
+    for i, grad in enumerate(grads):
+        extra = {name: values[i] for name, values in each.items()}
+        update, state = tx.update(
+            jax.tree.map(jnp.asarray, grad), state, params, **extra
+        )
+        updates.append(update)
+    return updates, state
+
+
+def run_bare(inner, grads, params, **each):
+    """Updates of an optax optimizer alone, which mixes dtypes as it likes."""
+    with jax.numpy_dtype_promotion("standard"):
+        return feed(inner, grads, params, **each)
+
+
+def auto_mesh(shape, names):
+    axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=axis_types)
+
+
+def types(tree):
+    """Everything that makes a scan carry or a jit cache key differ."""
+    leaves = jax.tree.map(jnp.asarray, jax.tree.leaves(tree))
+    return jax.tree.structure(tree), [jax.typeof(leaf) for leaf in leaves]
+
+
+def assert_bits_equal(actual, desired):
+    """Equal to the last bit, minus zero and NaN payloads included."""
+    assert types(actual) == types(desired)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def recorder(names=()):
+    """An inner optimizer whose state is what it was last given."""
+
+    def init_fn(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        return {"grads": zeros, "steps": jnp.zeros((), jnp.int32)} | {
+            name: jnp.zeros(()) for name in names
+        }
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        seen = {name: jnp.asarray(extra_args[name], jnp.float32) for name in names}
+        new = {"grads": updates, "steps": state["steps"] + 1}
+        return jax.tree.map(jnp.negative, updates), new | seen
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def counter(evaluations):
+    """A transformation that counts in a list how often it runs, at run time."""
+
+    def update_fn(updates, state, params=None):
+        del params
+        jax.debug.callback(lambda: evaluations.append(1))
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)

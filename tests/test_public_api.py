@@ -1,0 +1,128 @@
+"""The names that users see: all documented, all run, none that leaks."""
+
+import ast
+import doctest
+import importlib.metadata
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from readme_example import README, readme_blocks
+
+import optax_accum
+
+PUBLIC = sorted(optax_accum.__all__)
+FUNCTIONS = [n for n in PUBLIC if inspect.isfunction(getattr(optax_accum, n))]
+PACKAGE = Path(optax_accum.__file__).parent
+
+# Ground floor first: a module imports only from those above it.
+LAYERS = [
+    "_numerics",
+    "_checks",
+    "_arguments",
+    "_skip",
+    "_split",
+    "_optimizer",
+    "_accumulate",
+    "_value_and_grad",
+    "_train_step",
+    "_demo",
+]
+
+
+def test_all_is_what_the_package_has():
+    modules = {module.name for module in pkgutil.iter_modules(optax_accum.__path__)}
+    names = {name for name in vars(optax_accum) if not name.startswith("_")}
+    assert names - modules - {"version"} == set(PUBLIC)
+    assert all(module.startswith("_") for module in modules)
+
+
+def test_version_is_that_of_the_metadata():
+    assert optax_accum.__version__ == importlib.metadata.version("optax_accum")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_is_in_the_readme(name):
+    assert name in README.read_text()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_have_their_sections_and_every_argument(name):
+    function = getattr(optax_accum, name)
+    doc = inspect.getdoc(function)
+    assert "\nReturns:\n" in doc and "\nExamples:\n" in doc
+    arguments = doc.split("\nArgs:\n")[1].split("\nReturns:\n")[0]
+    for parameter in inspect.signature(function).parameters:
+        assert f"  {parameter}: " in arguments.replace("**", "")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_examples_run(name):
+    function = getattr(optax_accum, name)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        tests = doctest.DocTestFinder(recurse=False).find(
+            function,
+            name,
+            globs={"jax": jax, "jnp": jnp, "optax": optax, "optax_accum": optax_accum},
+        )
+        assert tests and tests[0].examples
+        runner = doctest.DocTestRunner()
+        runner.run(tests[0])
+    assert runner.summarize().failed == 0
+
+
+def test_readme_examples_run(capsys):
+    namespace = {}
+    for block in readme_blocks():
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert capsys.readouterr().out.startswith("loss 0.")
+
+
+def test_state_docstrings_name_every_field():
+    for state in (optax_accum.AccumulateState, optax_accum.TrainState):
+        for field in state._fields:
+            assert f"  {field}: " in inspect.getdoc(state)
+
+
+def imports_of_ours(path):
+    tree = ast.parse(path.read_text())
+    return {
+        node.module.split(".")[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("optax_accum.")
+    }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_imports_go_downward(name):
+    below = LAYERS[: LAYERS.index(name)]
+    assert imports_of_ours(PACKAGE / f"{name}.py") <= set(below)
+
+
+def test_every_module_has_its_layer():
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules == {*LAYERS, "__init__", "__main__"}
+
+
+def test_no_private_module_of_others():
+    for path in PACKAGE.glob("*.py"):
+        assert "._src" not in path.read_text()
+
+
+def test_importing_touches_no_device_and_no_setting():
+    """The number of devices can be chosen only as long as no backend has started."""
+    code = (
+        "import jax, optax; before = dict(jax.config.values); import optax_accum;"
+        "assert dict(jax.config.values) == before;"
+        "jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
