@@ -46,9 +46,11 @@ class AccumulateState(NamedTuple):
       gradient_step: steps the wrapped optimizer has taken. Label checkpoints with it.
       inner_opt_state: state of the wrapped optimizer, bit-identical between boundaries.
       acc_grads: weighted sum of the open window's gradients. Shapes of the parameters,
-        float32 or wider (see `accumulate`); ``()`` where every call is a window.
+        float32 or wider (see `accumulate`); ``()`` where every call is a window. While
+        `acc_weight` is 0 it means nothing: the last window's sum stands there until the
+        next call writes over it, for zeros would cost a buffer and a pass over it.
       acc_weight: sum of the open window's weights.
-      acc_value: weighted sum of the open window's values.
+      acc_value: weighted sum of the open window's values; like `acc_grads`.
       emitted: whether the last call stepped the wrapped optimizer.
       skipped: calls that `skip_fn` has refused since `init`.
       dropped: whether the open window will be thrown away (``on_skip="window"``).
@@ -179,8 +181,7 @@ def accumulate(
         call = _Window(updates, _weigh(weight, skip), _check_value(value))
 
         if every_call:
-            window = _sole_call(call, reduction)
-            mini_step, closes = state.mini_step, True
+            window, closes = _sole_call(call, reduction), True
         else:
             window = _add_call(state, call)
             counted = _not(skip) if on_skip == "ignore" else True
@@ -202,16 +203,20 @@ def accumulate(
             outgoing,
             state.inner_opt_state,
         )
-        return updates, AccumulateState(
-            mini_step=_reset(state.mini_step, mini_step, closes),
+        state = state._replace(
             gradient_step=_count(state.gradient_step, steps),
             inner_opt_state=inner_opt_state,
-            acc_grads=_reset(state.acc_grads, window.grads, closes),
-            acc_weight=_reset(state.acc_weight, window.weight, closes),
-            acc_value=_reset(state.acc_value, window.value, closes),
             emitted=jnp.asarray(steps),
             skipped=_count(state.skipped, skip),
-            dropped=jnp.asarray(_not(closes) & dropped),
+        )
+        if every_call:
+            return updates, state
+        return updates, state._replace(
+            mini_step=_zero_if(closes, mini_step),
+            acc_grads=window.grads,
+            acc_weight=_zero_if(closes, window.weight),
+            acc_value=state.acc_value if value is None else window.value,
+            dropped=_not(closes) & dropped,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -271,8 +276,12 @@ def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
 
 
 def _add_call(state: AccumulateState, call: _Window) -> _Window:
-    """The open window with `call` added; a call of weight 0 changes not one bit."""
-    counts = call.weight != 0
+    """The open window with `call` added, or a new one where nothing counts as yet.
+
+    Selected, not multiplied: a call of weight 0 adds nothing even if it is NaN, and
+    nothing of the last window stays.
+    """
+    counts, is_open = call.weight != 0, state.acc_weight != 0
 
     def add_weighted(term, total):
         if term is None:
@@ -283,6 +292,7 @@ def _add_call(state: AccumulateState, call: _Window) -> _Window:
                 f"the shapes that `init` saw, {kind_of(total)}, got {kind_of(term)}; "
                 "make the state with `init(params)` of these parameters."
             )
+        total = jnp.where(is_open, total, jnp.zeros_like(total))
         added = add(total, scale(term, call.weight, total.dtype))
         return added if counts is True else jnp.where(counts, added, total)
 
@@ -331,12 +341,8 @@ def _with_means(extra_args: dict, grads: Any, value: jax.Array | None) -> dict:
     return extra_args | means | ({"grad": grads} if "grad" in extra_args else {})
 
 
-def _reset(old: Any, new: Any, closes: Flag) -> Any:
-    """Zeros where the window closes, else `new`; None stands for nothing new."""
-    if closes is True:
-        return jax.tree.map(jnp.zeros_like, old)
-    new = old if new is None else new
-    return jax.tree.map(lambda x: jnp.where(closes, jnp.zeros_like(x), x), new)
+def _zero_if(flag: Flag, x: jax.Array) -> jax.Array:
+    return jnp.where(flag, jnp.zeros_like(x), x)
 
 
 def _count(counter: jax.Array, happened: Flag) -> jax.Array:

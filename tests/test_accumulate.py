@@ -577,6 +577,38 @@ def test_shard_map_over_local_gradients_of_local_parameters():
     np.testing.assert_array_equal(out, [[0, -0.5], [0, -2.5], [0, -4.5], [0, -6.5]])
 
 
+def test_nothing_of_the_last_window_stays_though_its_sum_stands_there():
+    """A NaN in the sum of a closed window, and no write that clears it."""
+    _, state = feed(sgd(), [np.nan, 1.0])
+    assert np.isnan(state.acc_grads) and state.acc_weight == 0
+    for weight, expected in ((0.0, -3.0), (1.0, -2.0)):
+        _, later = sgd().update(jnp.array(1.0), state, weight=jnp.array(weight))
+        assert later.acc_grads == weight
+        update, _ = sgd().update(jnp.array(3.0), later)
+        assert update == expected
+
+
+def test_temporaries_are_one_buffer_for_the_updates():
+    """The sum is added to in place, and the inner state is passed in place."""
+    tx = optax_accum.accumulate(optax.adam(0.1), 2)
+    params = jnp.ones(100_000)
+    state = tx.init(params)
+
+    def temporaries(transformation, state):
+        def step(params, state, grads):
+            updates, state = transformation.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        with jax.numpy_dtype_promotion("standard"):  # MultiSteps does not trace else
+            compiled = jitted.lower(params, state, params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(tx, state) < 1.01 * params.nbytes
+    multi_steps = optax.MultiSteps(optax.adam(0.1), 2)
+    assert temporaries(tx, state) <= temporaries(multi_steps, multi_steps.init(params))
+
+
 def test_donation_of_the_state_is_used():
     tx = optax_accum.accumulate(optax.adam(0.1), 2)
     params = jnp.ones(1000)

@@ -1,0 +1,178 @@
+"""The benchmarks measure the same maths and publish what they measured. No timings."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+METHODS = [
+    "limit",
+    "hand-written scan",
+    "make_train_step",
+    "accumulate",
+    "accumulate in scan",
+    "MultiSteps",
+    "MultiSteps in scan",
+    "optax.microbatch",
+]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+peers, readme = load("peers"), load("readme")
+
+
+@pytest.fixture(autouse=True)
+def lenient_promotion():
+    # MultiSteps multiplies by a bool, and the model adds a bias to its rows.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def make_results(optimizers, methods):
+    """Figures that are easy to recognise, the same for all."""
+
+    def summary(median):
+        return {"median": median, "lower_quartile": 0.5, "upper_quartile": 9.0}
+
+    def record(optimizer, method):
+        return {
+            "optimizer": optimizer,
+            "method": method,
+            "milliseconds": summary(20.0),
+            "ratios": {name: summary(1.25) for name in peers.REFERENCES},
+            "memory_in_p": {"arguments": 3.0, "temporaries": 1.5},
+            "programs": {"window": {"compile_seconds": 2.0}},
+        }
+
+    return {
+        "date": "2030-01-02",
+        "commit": None,
+        "hardware": {
+            "platform": "cpu",
+            "device": "cpu",
+            "cpu_count": 2,
+            "cpu_model": "Abacus",
+        },
+        "versions": {"python": "3.11", "jax": "0.9"},
+        "scenario": {
+            "num_microbatches": 8,
+            "microbatch_size": 4,
+            "rounds": 20,
+            "dtype": "float32",
+            "params_bytes": 2_000_000,
+        },
+        "records": [record(o, m) for o in optimizers for m in methods],
+    }
+
+
+FIGURES = """\
+| method | AdamW: time / limit | time / MultiSteps | memory, P |
+| --- | ---: | ---: | ---: |
+| limit | 1 | 1.25 (0.50–9.00) | 3.00 + 1.50 |
+| accumulate | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
+
+Time of one window: the median of its ratios to the other method's in the same round, \
+and their quartiles, over 20 rounds. Memory: arguments + temporaries of the largest \
+program, in P, the 2.0 MB of float32 parameters. A window is 8 micro-batches of 4 \
+rows. python 3.11, jax 0.9; 2 cores of Abacus; 2030-01-02. Made by \
+`python benchmarks/peers.py` and `python benchmarks/readme.py`."""
+
+
+def test_measure_describes_each_method_in_json():
+    # Asserts as well that all methods end at the same parameters.
+    results = peers.measure(peers.QUICK, {"SGD": optax.sgd(1e-3)})
+    assert [record["method"] for record in results["records"]] == METHODS
+    for record in results["records"]:
+        assert list(record["ratios"]) == list(peers.REFERENCES)
+        assert record["memory_in_p"]["arguments"] >= 1  # the parameters themselves
+    # 8 -> 16 -> 4 with biases, in float32.
+    assert results["scenario"]["params_bytes"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert json.loads(json.dumps(results)) == results
+    assert readme.render(results).count("\n| ") == 1 + len(METHODS)
+
+
+def test_check_methods_names_a_method_that_leaves_out_rows(monkeypatch):
+    def build_methods(problem):
+        part = {name: rows[:6] for name, rows in problem.batch.items()}
+        rest = problem._replace(batch=part, microbatches=problem.microbatches[:3])
+        return {
+            "limit": peers.limit(problem),
+            "whole": peers.hand_written_scan(problem),
+            "part": peers.hand_written_scan(rest),
+        }
+
+    monkeypatch.setattr(peers, "build_methods", build_methods)
+    with pytest.raises(AssertionError, match=r"got \S+ by part$"):
+        peers.check_methods(peers.make_problem(peers.QUICK, optax.sgd(1.0)))
+
+
+def test_relative_error_of_nan_is_nan():
+    zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+    assert np.isnan(peers.relative_error(zeros, ones * np.nan, ones))
+    assert peers.relative_error(zeros, ones, ones) <= 0
+
+
+def test_main_writes_what_was_measured_and_says_what_was_missed(
+    tmp_path, monkeypatch, capsys
+):
+    results = make_results(["AdamW", "Muon"], METHODS)
+    monkeypatch.setattr(peers, "measure", lambda scenario, optimizers: results)
+    output = tmp_path / "new" / "peers.json"
+    peers.main(["--output", str(output)])
+    assert json.loads(output.read_text()) == results
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "MISSED accumulate / MultiSteps, time with Muon: 1.250" in printed
+    assert (
+        "kept make_train_step / hand-written scan, temporaries with Muon: 1.000"
+        in printed
+    )
+
+
+def test_main_refuses_too_few_rounds_for_quartiles(capsys):
+    with pytest.raises(SystemExit):
+        peers.main(["--rounds", "1"])
+    assert "--rounds must be >= 2" in capsys.readouterr().err
+
+
+def test_render_gives_a_row_for_each_method():
+    assert readme.render(make_results(["AdamW"], ["limit", "accumulate"])) == FIGURES
+
+
+def test_render_puts_optimizers_side_by_side():
+    lines = readme.render(make_results(["AdamW", "Muon"], ["limit"])).splitlines()
+    assert lines[0].count("time / limit") == 2
+    assert {line.count("|") for line in lines[:3]} == {8}
+
+
+def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):
+    page, results = tmp_path / "README.md", tmp_path / "peers.json"
+    results.write_text(json.dumps(make_results(["AdamW"], ["limit", "accumulate"])))
+    page.write_text(f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n")
+    paths = ["--readme", str(page), "--results", str(results)]
+
+    with pytest.raises(SystemExit, match=r"^README.md is not up to date .*[^\n]$"):
+        readme.main(["--check", *paths])
+    readme.main(paths)
+    assert page.read_text() == (
+        f"above\n{readme.BEGIN}\n{FIGURES}\n{readme.END}\nbelow\n"
+    )
+    readme.main(["--check", *paths])
+
+
+@pytest.mark.parametrize(
+    "page", ["", readme.BEGIN, f"{readme.END}\n{readme.BEGIN}", 2 * readme.BEGIN]
+)
+def test_fill_without_markers_should_fail(page):
+    with pytest.raises(ValueError, match="figures: begin.*got .*; put both"):
+        readme.fill(page, FIGURES)
