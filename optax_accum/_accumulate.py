@@ -181,7 +181,8 @@ def accumulate(
         call = _Window(updates, _weigh(weight, skip), _check_value(value))
 
         if every_call:
-            window, closes = _sole_call(call, reduction), True
+            window = _sole_call(call, reduction)
+            mini_step, closes = state.mini_step, True
         else:
             window = _add_call(state, call)
             counted = _not(skip) if on_skip == "ignore" else True
@@ -341,7 +342,7 @@ def _with_means(extra_args: dict, grads: Any, value: jax.Array | None) -> dict:
     return extra_args | means | ({"grad": grads} if "grad" in extra_args else {})
 
 
-def _zero_if(flag: Flag, x: jax.Array) -> jax.Array:
+def _zero_if(flag: Flag, x: ArrayLike) -> jax.Array:
     return jnp.where(flag, jnp.zeros_like(x), x)
 
 

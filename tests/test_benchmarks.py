@@ -1,15 +1,15 @@
 """The benchmarks measure the same maths and publish what they measured. No timings."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import jax
+import methods
 import numpy as np
 import optax
+import peers
 import pytest
+import readme
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 METHODS = [
     "limit",
     "hand-written scan",
@@ -20,16 +20,6 @@ METHODS = [
     "MultiSteps in scan",
     "optax.microbatch",
 ]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-peers, readme = load("peers"), load("readme")
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +81,7 @@ rows. python 3.11, jax 0.9; 2 cores of Abacus; 2030-01-02. Made by \
 
 def test_measure_describes_each_method_in_json():
     # Asserts as well that all methods end at the same parameters.
-    results = peers.measure(peers.QUICK, {"SGD": optax.sgd(1e-3)})
+    results = peers.measure(methods.QUICK, {"SGD": optax.sgd(1e-3)})
     assert [record["method"] for record in results["records"]] == METHODS
     for record in results["records"]:
         assert list(record["ratios"]) == list(peers.REFERENCES)
@@ -107,20 +97,20 @@ def test_check_methods_names_a_method_that_leaves_out_rows(monkeypatch):
         part = {name: rows[:6] for name, rows in problem.batch.items()}
         rest = problem._replace(batch=part, microbatches=problem.microbatches[:3])
         return {
-            "limit": peers.limit(problem),
-            "whole": peers.hand_written_scan(problem),
-            "part": peers.hand_written_scan(rest),
+            "limit": methods.limit(problem),
+            "whole": methods.hand_written_scan(problem),
+            "part": methods.hand_written_scan(rest),
         }
 
-    monkeypatch.setattr(peers, "build_methods", build_methods)
+    monkeypatch.setattr(methods, "build_methods", build_methods)
     with pytest.raises(AssertionError, match=r"got \S+ by part$"):
-        peers.check_methods(peers.make_problem(peers.QUICK, optax.sgd(1.0)))
+        methods.check_methods(methods.make_problem(methods.QUICK, optax.sgd(1.0)))
 
 
 def test_relative_error_of_nan_is_nan():
     zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
-    assert np.isnan(peers.relative_error(zeros, ones * np.nan, ones))
-    assert peers.relative_error(zeros, ones, ones) <= 0
+    assert np.isnan(methods.relative_error(zeros, ones * np.nan, ones))
+    assert methods.relative_error(zeros, ones, ones) <= 0
 
 
 def test_main_writes_what_was_measured_and_says_what_was_missed(

@@ -1,6 +1,5 @@
 """Every notebook runs from top to bottom, and is stored as such a run left it."""
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from execute import execute
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -16,14 +16,6 @@ MAX_OUTPUT = 200_000  # bytes; larger ones make a repository heavy and a page sl
 every_notebook = pytest.mark.parametrize(
     "path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem
 )
-
-
-def _load_execute():
-    spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.execute
 
 
 def _code_cells(path):
@@ -48,7 +40,7 @@ def test_notebooks_are_found():
 @every_notebook
 def test_notebook_runs(path, tmp_path):
     copy = Path(shutil.copy(path, tmp_path))
-    _load_execute()(copy, timeout=120)
+    execute(copy, timeout=120)
     assert _counts(_code_cells(copy)) == _counts(_code_cells(path))
 
 
@@ -67,7 +59,7 @@ def test_notebook_is_stored_executed(path):
 def test_execute_uses_this_interpreter(tmp_path):
     path = tmp_path / "notebook.ipynb"
     _write(path, "import sys\nprint(sys.executable)")
-    _load_execute()(path)
+    execute(path)
     (cell,) = _code_cells(path)
     assert cell.outputs[0].text.strip() == sys.executable
 
@@ -84,5 +76,5 @@ def test_execute_stores_no_failed_run(source, error, tmp_path):
     _write(path, source)
     before = path.read_bytes()
     with pytest.raises(error):
-        _load_execute()(path, timeout=1)
+        execute(path, timeout=1)
     assert path.read_bytes() == before
