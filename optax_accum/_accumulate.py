@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._checks import (
     check_accumulator_dtype,
+    check_callable,
     check_choice,
     check_count,
     check_flag,
@@ -22,20 +23,16 @@ from optax_accum._checks import (
 )
 from optax_accum._numerics import (
     add,
-    divide,
-    is_none,
     kind_of,
-    scale,
     settle,
-    sum_dtype,
     weight_dtype,
     zero_sums,
 )
 from optax_accum._optimizer import Flag, step_if, update_inner
 from optax_accum._skip import SkipFn
+from optax_accum._window import Reduction, Window, add_call, reduce_call, reduce_window
 
 OnSkip = Literal["microbatch", "window", "ignore"]
-Reduction = Literal["mean", "sum"]
 
 
 class AccumulateState(NamedTuple):
@@ -67,14 +64,6 @@ class AccumulateState(NamedTuple):
     dropped: jax.Array  # shape=(), dtype=bool
 
 
-class _Window(NamedTuple):
-    """What the calls of a window, the present one among them, have added up."""
-
-    grads: Any
-    weight: float | jax.Array  # a float where it is known while tracing
-    value: jax.Array | None
-
-
 def accumulate(
     inner: optax.GradientTransformation,
     every_k: SupportsIndex | Callable[[jax.Array], ArrayLike] | None = None,
@@ -99,7 +88,8 @@ def accumulate(
     The ``update`` function takes, beyond what `inner` takes:
 
     * ``weight``: what this call counts for in the mean, a scalar >= 0, by default 1.
-      Weight 0 adds exactly nothing, whatever the gradient.
+      Weight 0 adds exactly nothing, whatever the gradient. The total of the window
+      reaches `inner` as its ``weight``, so that windows of windows weigh right.
     * ``value``: the loss of this call, a scalar. At a boundary `inner` receives the
       window's weighted mean of it. Give it at every call of a window or at none.
       Where ``grad`` is given too, `inner` receives the window's mean gradient as that.
@@ -116,13 +106,14 @@ def accumulate(
     Args:
       inner: the optimizer to wrap. It may take extra arguments.
       every_k: calls in a window: an integer >= 1, or a schedule that maps the gradient
-        step to one (scalar ``int32`` to a scalar of an integer dtype). State restored
-        under a smaller value closes its window at the next call.
+        step to one (scalar ``int32`` to a scalar of an integer dtype; below 1 is 1).
+        State restored under a smaller value closes its window at the next call.
       reduction: ``"mean"``, or ``"sum"`` to hand `inner` the weighted sum.
       accumulator_dtype: dtype of the sums of real leaves. By default a leaf's own
         where that is float32 or float64, else float32. Complex leaves keep their own.
-        The mean reaches `inner` in this precision; updates leave in the dtype that
-        `inner` alone would give for the incoming gradients.
+        The mean reaches `inner` in this precision, unless `inner` accepts no other
+        dtype than that of the incoming gradients; updates leave in the dtype that
+        `inner` alone would give for those.
       skip_fn: decides whether a call is left out; see `skip_nonfinite` and
         `skip_norm_above`.
       on_skip: what becomes of a skipped call. ``"microbatch"``: it counts as a call
@@ -152,6 +143,8 @@ def accumulate(
     """
     inner = _check_inner(inner)
     every_k = _check_every_k(every_k)
+    if skip_fn is not None:
+        check_callable("accumulate(skip_fn=...)", skip_fn)
     check_choice("accumulate(reduction=...)", reduction, get_args(Reduction))
     check_choice("accumulate(on_skip=...)", on_skip, get_args(OnSkip))
     check_accumulator_dtype("accumulate", accumulator_dtype)
@@ -178,13 +171,15 @@ def accumulate(
         _check_made_for(state, updates, every_call)
         emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
         skip = _decide(skip_fn, updates, params)
-        call = _Window(updates, _weigh(weight, skip), _check_value(value))
+        weight = check_weight("accumulate(...).update(weight=...)", weight)
+        weight = weight if skip is False else jnp.where(skip, 0, weight)
+        call = Window(updates, weight, _check_value(value))
 
         if every_call:
-            window = _sole_call(call, reduction)
-            mini_step, closes = state.mini_step, True
+            window, mini_step, closes = call, state.mini_step, True
         else:
-            window = _add_call(state, call)
+            sums = Window(state.acc_grads, state.acc_weight, state.acc_value)
+            window = add_call(sums, call)
             counted = _not(skip) if on_skip == "ignore" else True
             mini_step = add(state.mini_step, counted)
             full = mini_step >= _window_length(every_k, state.gradient_step)
@@ -192,17 +187,19 @@ def accumulate(
         dropped = state.dropped | skip if drops else False
         steps = closes & (window.weight != 0) & _not(dropped)
 
-        def update(grads, value):
-            extra = _with_means(extra_args, grads, value)
-            return update_inner(inner, grads, state.inner_opt_state, params, extra)
+        def update(mean):
+            inner_state, extra = state.inner_opt_state, _with_means(extra_args, mean)
+            return update_inner(inner, mean.grads, updates, inner_state, params, extra)
 
-        outgoing = jax.eval_shape(lambda: update(call.grads, call.value)[0])
-        updates, inner_opt_state = step_if(
-            steps,
-            lambda: update(*_means(window, reduction)),
-            call.grads,
-            outgoing,
-            state.inner_opt_state,
+        def step():
+            if every_call:
+                return update(reduce_call(call, reduction))
+            return update(reduce_window(window, call, reduction))
+
+        # The updates leave in the dtypes that `inner` alone gives for what came in.
+        outgoing = jax.eval_shape(lambda: update(call)[0])
+        emitted, inner_opt_state = step_if(
+            steps, step, updates, outgoing, state.inner_opt_state
         )
         state = state._replace(
             gradient_step=_count(state.gradient_step, steps),
@@ -211,12 +208,12 @@ def accumulate(
             skipped=_count(state.skipped, skip),
         )
         if every_call:
-            return updates, state
-        return updates, state._replace(
+            return emitted, state
+        return emitted, state._replace(
             mini_step=_zero_if(closes, mini_step),
             acc_grads=window.grads,
             acc_weight=_zero_if(closes, window.weight),
-            acc_value=state.acc_value if value is None else window.value,
+            acc_value=window.value,
             dropped=_not(closes) & dropped,
         )
 
@@ -271,51 +268,6 @@ def _decide(skip_fn: SkipFn | None, grads: Any, params: Any) -> Flag:
     return check_flag("accumulate(skip_fn=...)", skip_fn(grads, params))
 
 
-def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
-    weight = check_weight("accumulate(...).update(weight=...)", weight)
-    return weight if skip is False else jnp.where(skip, 0, weight)
-
-
-def _add_call(state: AccumulateState, call: _Window) -> _Window:
-    """The open window with `call` added, or a new one where nothing counts as yet.
-
-    Selected, not multiplied: a call of weight 0 adds nothing even if it is NaN, and
-    nothing of the last window stays.
-    """
-    counts, is_open = call.weight != 0, state.acc_weight != 0
-
-    def add_weighted(term, total):
-        if term is None:
-            return total
-        if total is None or jnp.shape(term) != total.shape:
-            raise ValueError(
-                "`accumulate(...).update(updates, state)` must be given gradients of "
-                f"the shapes that `init` saw, {kind_of(total)}, got {kind_of(term)}; "
-                "make the state with `init(params)` of these parameters."
-            )
-        total = jnp.where(is_open, total, jnp.zeros_like(total))
-        added = add(total, scale(term, call.weight, total.dtype))
-        return added if counts is True else jnp.where(counts, added, total)
-
-    return _Window(
-        grads=jax.tree.map(add_weighted, call.grads, state.acc_grads, is_leaf=is_none),
-        weight=add(state.acc_weight, call.weight),
-        value=None if call.value is None else add_weighted(call.value, state.acc_value),
-    )
-
-
-def _sole_call(call: _Window, reduction: Reduction) -> _Window:
-    """A window of one call: its mean is the gradient itself, to the last bit."""
-
-    def scaled(grad):
-        return scale(grad, call.weight, sum_dtype(jnp.result_type(grad)))
-
-    grads = jax.tree.map(scaled, call.grads) if reduction == "sum" else call.grads
-    counts = call.weight != 0
-    weight = float(counts) if isinstance(counts, bool) else counts.astype(jnp.float32)
-    return _Window(grads, weight, call.value)
-
-
 def _window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLike:
     if not callable(every_k):
         return every_k
@@ -329,17 +281,12 @@ def _window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLi
     return length.astype(jnp.int32)
 
 
-def _means(window: _Window, reduction: Reduction) -> tuple[Any, jax.Array | None]:
-    grads, weight, value = window
-    if reduction == "mean":
-        grads = jax.tree.map(lambda total: divide(total, weight), grads)
-    return grads, None if value is None else divide(value, weight)
-
-
-def _with_means(extra_args: dict, grads: Any, value: jax.Array | None) -> dict:
-    """`extra_args` with the mean value, and the mean gradient where one was given."""
-    means = {} if value is None else {"value": value}
-    return extra_args | means | ({"grad": grads} if "grad" in extra_args else {})
+def _with_means(extra_args: dict[str, Any], mean: Window) -> dict[str, Any]:
+    """`extra_args`, with what the window knows better than its last call."""
+    known = {"value": mean.value, "weight": mean.weight}
+    if "grad" in extra_args:
+        known["grad"] = mean.grads
+    return extra_args | {name: x for name, x in known.items() if x is not None}
 
 
 def _zero_if(flag: Flag, x: ArrayLike) -> jax.Array:
@@ -384,7 +331,8 @@ def _check_every_k(every_k: Any) -> int | Callable:
 def _check_value(value: Any) -> jax.Array | None:
     if value is None:
         return None
-    return check_scalar("accumulate(...).update(value=...)", value, "a real number")
+    check_scalar("accumulate(...).update(value=...)", value, "a real number")
+    return jnp.asarray(value)
 
 
 def _check_made_for(state: Any, updates: Any, every_call: bool) -> None:

@@ -19,6 +19,7 @@ class Argument(NamedTuple):
 
     num: int | None
     name: str | None
+    is_optional: bool = False  # has a default, so that a call may lack it
 
 
 class Roles(NamedTuple):
@@ -31,22 +32,36 @@ class Roles(NamedTuple):
 
 
 def name_arguments(
-    fun: Callable, nums: int | Sequence[int] | None, names: str | Sequence[str] | None
+    fun: Callable,
+    option: str,
+    nums: int | Sequence[int] | None,
+    names: str | Sequence[str] | None,
 ) -> tuple[Argument, ...]:
-    """The arguments that `nums` and `names` choose, in that order."""
-    chosen = [Argument(check_index("...argnums", num), None) for num in _several(nums)]
-    chosen += [Argument(None, name) for name in _several(names)]
+    """The arguments that `nums` and `names` choose, in that order.
+
+    Args:
+      fun: whose arguments they are.
+      option: what an error shall call `nums`, such as ``"batch_argnums"``.
+      nums: positions.
+      names: keywords.
+    """
+    chosen = [Argument(check_index(option, num), None) for num in _several(nums)]
+    for name in _several(names):
+        if not isinstance(name, str):
+            raise TypeError(
+                f"`{option.replace('num', 'name')}` must be a string or a tuple of "
+                f"them, got {name!r}; positions go into `{option}`."
+            )
+        chosen.append(Argument(None, name))
     return tuple(_complete(argument, _parameters(fun)) for argument in chosen)
 
 
 def find(caller: str, roles: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
     """The places of all arguments in a call."""
-    places = Roles(
-        *(
-            tuple(_find(caller, chosen, args, kwargs) for chosen in role)
-            for role in roles
-        )
+    found = (
+        [_find(caller, argument, args, kwargs) for argument in role] for role in roles
     )
+    places = Roles(*(tuple(p for p in role if p is not None) for role in found))
     check_disjoint(caller, places)
     return places
 
@@ -92,12 +107,14 @@ def check_disjoint(caller: str, roles: Roles) -> None:
 
 def _find(
     caller: str, argument: Argument, args: Sequence, kwargs: dict[str, Any]
-) -> Place:
-    num, name = argument
+) -> Place | None:
+    num, name, is_optional = argument
     if num is not None and -len(args) <= num < len(args):
         return num % len(args)
     if name is not None and name in kwargs:
         return name
+    if is_optional:
+        return None
     raise ValueError(
         f"`{caller}` must find argument {_called(argument)!r} in every call, got "
         f"{len(args)} positional arguments and the keywords {sorted(kwargs)}; name it "
@@ -121,7 +138,8 @@ def _complete(argument: Argument, parameters: Iterable[inspect.Parameter]) -> Ar
     for num, parameter in enumerate(parameters):
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             if argument.num == num or argument.name == parameter.name:
-                return Argument(num, parameter.name)
+                has_default = parameter.default is not inspect.Parameter.empty
+                return Argument(num, parameter.name, has_default)
     return argument
 
 

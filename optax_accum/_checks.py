@@ -9,65 +9,86 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_accum._numerics import kind_of
+from optax_accum._numerics import is_numeric, kind_of
 
 
 def check_index(argument: str, index: Any) -> int:
     """`index` as an ``int``, if it is one and no bool."""
-    if isinstance(index, (bool, np.bool_)) or not hasattr(index, "__index__"):
-        raise TypeError(f"`{argument}` must be an integer, got {index!r}.")
-    return operator.index(index)
+    if not isinstance(index, (bool, np.bool_)):
+        try:
+            return operator.index(index)
+        except TypeError:
+            pass  # said below, in words of the argument
+    raise TypeError(f"`{argument}` must be an integer, got {index!r}.")
 
 
 def check_count(argument: str, count: Any) -> int:
     """`count` as an ``int``, if it is an integer >= 1."""
-    if isinstance(count, (bool, np.bool_)) or not hasattr(count, "__index__"):
-        raise TypeError(f"`{argument}` must be an integer >= 1, got {count!r}.")
-    count = operator.index(count)
-    if count < 1:
-        raise ValueError(f"`{argument}` must be an integer >= 1, got {count!r}.")
-    return count
+    expected = f"`{argument}` must be an integer >= 1, got {count!r}."
+    try:
+        index = check_index(argument, count)
+    except TypeError:
+        raise TypeError(expected) from None
+    if index < 1:
+        raise ValueError(expected)
+    return index
+
+
+def check_unroll(caller: str, unroll: Any) -> int | bool:
+    if isinstance(unroll, bool):
+        return unroll
+    return check_count(f"{caller}(unroll=...)", unroll)
 
 
 def check_scalar(
-    argument: str, x: Any, kind: Literal["a bool", "a real number", "an integer"]
-) -> jax.Array:
-    """`x` as an array, if it is one scalar of that kind."""
-    x = jnp.asarray(x)
-    is_kind = {
-        "a bool": x.dtype == bool,
-        "a real number": x.dtype == bool or jnp.isrealobj(x),
-        "an integer": jnp.issubdtype(x.dtype, jnp.integer),
-    }
-    if x.shape != () or not is_kind[kind]:
-        raise TypeError(f"`{argument}` must be {kind}, a scalar, got {kind_of(x)}.")
-    return x
-
-
-def check_accumulator_dtype(caller: str, dtype: DTypeLike | None) -> None:
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"`{caller}(accumulator_dtype=...)` must be a floating dtype or None, got "
-            f"{jnp.dtype(dtype).name}; complex leaves are summed in their own dtype."
-        )
+    argument: str, x: Any, kind: Literal["a bool", "a real number"]
+) -> Any:
+    """`x`, if it is one scalar of that kind."""
+    if is_numeric(x) and jnp.shape(x) == ():
+        dtype = jnp.result_type(x)
+        is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+        if dtype == jnp.bool_ or (kind == "a real number" and is_real):
+            return x
+    raise TypeError(f"`{argument}` must be {kind}, a scalar, got {kind_of(x)}.")
 
 
 def check_flag(argument: str, flag: Any) -> bool | jax.Array:
     """`flag` as a ``bool`` where it is known while tracing, else a scalar of bool."""
-    if isinstance(flag, (bool, np.bool_)):
-        return bool(flag)
-    return check_scalar(argument, flag, "a bool")
+    check_scalar(argument, flag, "a bool")
+    return flag if isinstance(flag, jax.core.Tracer) else bool(flag)
 
 
 def check_weight(argument: str, weight: Any) -> float | jax.Array:
     """`weight` as a ``float`` where it is known while tracing, else a real scalar."""
-    if not isinstance(weight, (int, float, np.integer, np.floating)):
-        return check_scalar(argument, weight, "a real number")
-    if not weight >= 0:
+    check_scalar(argument, weight, "a real number")
+    if isinstance(weight, jax.core.Tracer):
+        return weight
+    if not 0 <= float(weight) < np.inf:
         raise ValueError(
-            f"`{argument}` must be >= 0, got {weight!r}; it counts rows or tokens."
+            f"`{argument}` must be >= 0 and finite, got {float(weight)!r}; it counts "
+            "rows or tokens."
         )
     return float(weight)
+
+
+def check_accumulator_dtype(caller: str, dtype: DTypeLike | None) -> None:
+    if dtype is None:
+        return
+    argument = f"{caller}(accumulator_dtype=...)"
+    try:
+        name, is_floating = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # what is no dtype at all
+        name, is_floating = repr(dtype), False
+    if not is_floating:
+        raise TypeError(
+            f"`{argument}` must be a floating dtype or None, got {name}; complex "
+            "leaves are summed in their own dtype."
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"`{argument}` must be a dtype that JAX has at present, got {name}; enable "
+            "it by `jax_enable_x64`."
+        )
 
 
 def check_optimizer(
@@ -80,6 +101,11 @@ def check_optimizer(
             f"{optimizer!r}; write `optax.adam(1e-3)`, say."
         )
     return optax.with_extra_args_support(optimizer)
+
+
+def check_callable(argument: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"`{argument}` must be a function, got {function!r}.")
 
 
 def check_choice(argument: str, choice: Any, choices: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 _NUMBERS = (bool, int, float, complex)
@@ -37,8 +38,27 @@ def is_inexact(leaf: Any) -> bool:
 def kind_of(leaf: Any) -> str:
     """A leaf as an error shall call it: ``float32[3,4]``, or the name of its type."""
     if not is_array(leaf):
-        return type(leaf).__name__
+        return "None" if leaf is None else type(leaf).__name__
     return f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}".replace(" ", "")
+
+
+def find_difference(tree: Any, expected: Any) -> str | None:
+    """What `tree` has where it differs in structure, shape or dtype; None if nowhere.
+
+    Compared leaf by leaf and not by ``==``, which containers may define as they like.
+    """
+    kinds, expected_kinds = _kinds(tree), _kinds(expected)
+    for path in expected_kinds | kinds:
+        if kinds.get(path) != expected_kinds.get(path):
+            where = f" at {path}" if path else ""
+            return f"{kinds.get(path)} for {expected_kinds.get(path)}{where}"
+    structure, wanted = jax.tree.structure(tree), jax.tree.structure(expected)
+    return None if structure == wanted else f"{structure} for {wanted}"
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): kind_of(leaf) for path, leaf in leaves}
 
 
 def sum_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
@@ -84,6 +104,15 @@ def weight_dtype(tree: Any, requested: DTypeLike | None = None) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if double else jnp.float32)
 
 
+def widen(tree: Any, requested: DTypeLike | None = None) -> Any:
+    """`tree` in the dtypes of its sums."""
+
+    def wide(leaf):
+        return jnp.asarray(leaf, sum_dtype(jnp.result_type(leaf), requested))
+
+    return jax.tree.map(wide, tree)
+
+
 def add(total: jax.Array, term: ArrayLike) -> jax.Array:
     return total + jnp.asarray(term).astype(total.dtype)
 
@@ -96,13 +125,14 @@ def scale(x: ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return (jnp.asarray(x, wide) * jnp.asarray(factor, wide)).astype(dtype)
 
 
-def divide(total: jax.Array, divisor: ArrayLike) -> jax.Array:
+def divide(total: ArrayLike, divisor: ArrayLike) -> Any:
     """``total / divisor`` in at least float32, stored in the dtype of `total`.
 
     A division, not a product with the reciprocal: three ones have the mean one.
     """
     if _is_one(divisor):
         return total
+    total = jnp.asarray(total)
     wide = sum_dtype(total.dtype)
     return (total.astype(wide) / jnp.asarray(divisor, wide)).astype(total.dtype)
 
@@ -126,7 +156,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def settle(tree: Any) -> Any:
-    """`tree` with every number an array of a definite dtype.
+    """`tree` with every number an array of a definite dtype, in memory of its own.
 
     A weakly typed leaf changes its type at the first update, which costs a second
     compilation and is no ``lax.scan`` carry.
@@ -135,24 +165,53 @@ def settle(tree: Any) -> Any:
     def settled(leaf):
         if not is_numeric(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jnp.asarray(leaf, jnp.result_type(leaf))
+        dtype = jnp.result_type(leaf)
+        # Of a NumPy array, asarray may be a view: its owner could write into it.
+        is_foreign = isinstance(leaf, np.ndarray)
+        return jnp.array(leaf, dtype) if is_foreign else jnp.asarray(leaf, dtype)
 
     return jax.tree.map(settled, tree)
 
 
+def cast_as(tree: Any, like: Any) -> Any:
+    """`tree` with the dtypes of `like`, leaf by leaf; None stays."""
+
+    def cast(leaf, like_leaf):
+        return None if leaf is None else jnp.asarray(leaf, jnp.result_type(like_leaf))
+
+    return jax.tree.map(cast, tree, like, is_leaf=is_none)
+
+
 def keep_types(new: Any, old: Any) -> Any:
-    """`new` with the structure and the dtypes of `old`.
+    """A state `new` with the structure and the dtypes of the `old` one.
 
     Optimizers leave None where they were given a None gradient, and moments in the
     gradient's dtype where it is wider than the parameter's; a state that changes so
     from call to call is neither a ``lax.scan`` carry nor a branch of ``lax.cond``.
+
+    Raises:
+      TypeError: a leaf came where there was None, or no longer fits its kind of number.
     """
 
-    def keep(new_leaf, old_leaf):
-        if new_leaf is None or not is_array(old_leaf):
+    def keep(path, new_leaf, old_leaf):
+        if new_leaf is None or (old_leaf is not None and not is_array(old_leaf)):
             return old_leaf
+        if old_leaf is None or _rank(new_leaf) > _rank(old_leaf):
+            raise TypeError(
+                "an optimizer must keep the types of its state from `init` on, got "
+                f"{kind_of(new_leaf)} at {jax.tree_util.keystr(path)}, where "
+                f"{kind_of(old_leaf)} was; give that leaf its final dtype in `init`."
+            )
         if not is_numeric(old_leaf):
             return new_leaf
         return jnp.asarray(new_leaf, jnp.result_type(old_leaf))
 
-    return jax.tree.map(keep, new, old, is_leaf=is_none)
+    return jax.tree_util.tree_map_with_path(keep, new, old, is_leaf=is_none)
+
+
+def _rank(leaf: Any) -> int:
+    """Bool, integer, real, complex, key: a number fits its own kind and later ones."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    dtype = jnp.result_type(leaf)
+    fits = [jnp.issubdtype(dtype, kind) for kind in kinds]
+    return fits.index(True) if True in fits else len(kinds)

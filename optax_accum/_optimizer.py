@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._numerics import is_array, keep_types
+from optax_accum._numerics import cast_as, is_array, keep_types
 
 Flag = bool | jax.Array  # a bool where it is known while tracing
 
@@ -15,17 +15,41 @@ Flag = bool | jax.Array  # a bool where it is known while tracing
 def update_inner(
     inner: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
+    incoming: Any,
     state: optax.OptState,
     params: optax.Params | None,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """``inner.update``, with a state that keeps its types.
+    """``inner.update`` with gradients that may be wider than the incoming ones.
 
     A mean in float32 meets bfloat16 moments and parameters in there: a mix that the
-    user did not write, so that strict promotion must not refuse it.
+    user did not write, so that strict promotion must not refuse it. Some optimizers do
+    refuse it, for their own branches then differ in dtype (``optax.novograd``,
+    ``optax.apply_if_finite``); they receive the mean rounded to what is incoming.
+
+    Args:
+      inner: the optimizer.
+      grads: the gradients.
+      incoming: a tree that has the dtypes in which `inner` alone would receive them.
+      state: its state, whose types are kept.
+      params: the parameters, if there are any.
+      extra_args: what else `inner` receives.
+
+    Returns:
+      Updates and state.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        updates, new_state = inner.update(grads, state, params, **extra_args)
+
+    def update(grads):
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(grads, state, params, **extra_args)
+
+    rounded = cast_as(grads, incoming)
+    if _dtypes(rounded) != _dtypes(grads):
+        try:
+            jax.eval_shape(lambda: update(grads)[0])
+        except TypeError:
+            grads = rounded
+    updates, new_state = update(grads)
     return updates, keep_types(new_state, state)
 
 
@@ -54,7 +78,7 @@ def step_if(
 
     def true_fn():
         updates, new_state = step()
-        return keep_types(updates, outgoing), arrays(new_state)
+        return cast_as(updates, outgoing), arrays(new_state)
 
     def false_fn():
         # zeros_like: the sharding of a gradient, and the axes over which it varies.
@@ -73,3 +97,7 @@ def _cond(pred: Flag, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -
     if isinstance(pred, jax.core.Tracer):
         return jax.lax.cond(pred, true_fn, false_fn)
     return true_fn() if pred else false_fn()
+
+
+def _dtypes(tree: Any) -> list[Any]:
+    return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]

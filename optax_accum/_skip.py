@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum._checks import check_scalar
 from optax_accum._numerics import global_norm, is_numeric, sum_dtype
 
 
@@ -67,6 +68,7 @@ def skip_norm_above(max_norm: float) -> SkipFn:
       A `skip_fn` for `accumulate`.
 
     Raises:
+      TypeError: `max_norm` is no real scalar.
       ValueError: `max_norm` is not positive.
 
     Examples:
@@ -74,6 +76,7 @@ def skip_norm_above(max_norm: float) -> SkipFn:
       >>> bool(skip_fn(jnp.array([3.0, 4.0]), None))
       True
     """
+    check_scalar("skip_norm_above(max_norm)", max_norm, "a real number")
     if not max_norm > 0:
         raise ValueError(
             f"`skip_norm_above(max_norm=...)` must be positive, got {max_norm!r}; a "

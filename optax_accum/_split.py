@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_accum._checks import check_count
-from optax_accum._numerics import is_array
+from optax_accum._numerics import is_array, kind_of
 
 
 class Split(NamedTuple):
@@ -141,14 +141,22 @@ def take_remainder(batch: Any, split: Split, axis: int) -> Any:
 
 
 def fold_keys(tree: Any, index: ArrayLike) -> Any:
-    """`tree` with every key folded with `index`; what is no key stays."""
+    """`tree` with every key folded with `index`; what is no key stays.
+
+    A tree without a key is an error, for its user expects randomness.
+    """
+    if not any(map(is_key, jax.tree.leaves(tree))):
+        kinds = ", ".join(map(kind_of, jax.tree.leaves(tree))) or "nothing"
+        raise TypeError(
+            f"`rng_argnums` must name arguments that hold random keys, got {kinds}; "
+            "write `jax.random.key(0)`."
+        )
 
     def fold(leaf):
         if not is_key(leaf):
             return leaf
         fold_in = jax.random.fold_in
-        is_raw = jnp.result_type(leaf) == jnp.uint32
-        for _ in range(np.ndim(leaf) - is_raw):
+        for _ in range(np.ndim(leaf) - _is_raw_key(leaf)):
             fold_in = jax.vmap(fold_in, in_axes=(0, None))
         return fold_in(leaf, index)
 
@@ -173,9 +181,15 @@ def _size(label: str, shape: tuple[int, ...], axis: int) -> int:
 
 
 def is_key(leaf: Any) -> bool:
-    """A typed key, or a raw one: two words, or four, of uint32; or an array of them."""
+    """A key or an array of keys, typed or raw."""
     if not is_array(leaf):
         return False
-    dtype = jnp.result_type(leaf)
-    is_raw = dtype == jnp.uint32 and np.shape(leaf)[-1:] in ((2,), (4,))
-    return is_raw or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return _is_raw_key(leaf) or jnp.issubdtype(
+        jnp.result_type(leaf), jax.dtypes.prng_key
+    )
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """Words of uint32, as many as the default implementation has."""
+    width = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    return jnp.result_type(leaf) == jnp.uint32 and np.shape(leaf)[-1:] == width

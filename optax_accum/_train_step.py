@@ -11,7 +11,14 @@ from jax.typing import DTypeLike
 from optax_accum._accumulate import accumulate_states, has_emitted
 from optax_accum._arguments import Argument, Roles
 from optax_accum._checks import check_optimizer
-from optax_accum._numerics import global_norm, kind_of, settle
+from optax_accum._numerics import (
+    cast_as,
+    find_difference,
+    global_norm,
+    kind_of,
+    settle,
+    widen,
+)
 from optax_accum._optimizer import update_inner
 from optax_accum._split import is_key
 from optax_accum._value_and_grad import accumulate_gradients, check_floats
@@ -157,6 +164,7 @@ def make_train_step(
 
     def train_step(state, batch, *args, **extra):
         _check_made_by(optimizer, state)
+        _check_emit(state.opt_state, extra)
         roles, keywords = _model_inputs(state)
         means = accumulated(roles, (state.params, batch, *args), keywords)
         (loss, aux), grads = means.stats, means.grads[0]
@@ -198,11 +206,12 @@ def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
 def _apply(optimizer, grads, state, extra_args):
     """Parameters and optimizer state after a call of the optimizer, types kept."""
     updates, opt_state = update_inner(
-        optimizer, grads, state.opt_state, state.params, extra_args
+        optimizer, grads, state.params, state.opt_state, state.params, extra_args
     )
-    # A float32 update of a bfloat16 parameter: added in float32, rounded once.
+    # A narrow parameter and a wide update are added in the wide dtype, rounded once.
     with jax.numpy_dtype_promotion("standard"):
-        return optax.apply_updates(state.params, updates), opt_state
+        params = optax.apply_updates(widen(state.params), updates)
+    return cast_as(params, state.params), opt_state
 
 
 def _has_stepped(opt_state: optax.OptState) -> jax.Array:
@@ -222,7 +231,7 @@ def _own(tree: Any) -> Any:
 
 
 def _check_key(key: Any) -> None:
-    if key is not None and not is_key(key):
+    if key is not None and not (is_key(key) and jax.random.key_data(key).ndim == 1):
         raise TypeError(
             f"`init_train_state(key=...)` must be a random key, got {kind_of(key)}; "
             "write `jax.random.key(0)`."
@@ -236,22 +245,20 @@ def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
             f"{type(state).__name__}; make one with "
             "`init_train_state(params, optimizer)`."
         )
-    expected = _kinds(jax.eval_shape(optimizer.init, state.params))
-    got = _kinds(state.opt_state)
-    differing = [
-        f"{path or 'itself'}: {got.get(path)} for {expected.get(path)}"
-        for path in sorted(expected | got)
-        if expected.get(path) != got.get(path)
-    ]
-    if differing:
+    expected = jax.eval_shape(optimizer.init, state.params)
+    difference = find_difference(state.opt_state, expected)
+    if difference:
         raise ValueError(
             "`train_step(state, batch)` must be given a state that its optimizer made, "
-            f"got one that differs in {len(differing)} leaves of `opt_state`, first "
-            f"{differing[0]}; make it with `init_train_state(params, optimizer)` of "
-            "the same optimizer."
+            f"got an `opt_state` with {difference}; make it with "
+            "`init_train_state(params, optimizer)` of the same optimizer."
         )
 
 
-def _kinds(tree: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): kind_of(leaf) for path, leaf in leaves}
+def _check_emit(opt_state: Any, extra: dict[str, Any]) -> None:
+    if "emit" in extra and not accumulate_states(opt_state):
+        raise ValueError(
+            "`train_step(state, batch, emit=...)` must be given to an optimizer that "
+            "keeps a window between calls, got one that steps at every call; wrap it "
+            "with `optax_accum.accumulate`."
+        )

@@ -20,16 +20,22 @@ from optax_accum._arguments import (
     replace,
     values_at,
 )
-from optax_accum._checks import check_accumulator_dtype, check_index
+from optax_accum._checks import (
+    check_accumulator_dtype,
+    check_callable,
+    check_index,
+    check_unroll,
+)
 from optax_accum._numerics import (
     add,
+    cast_as,
     divide,
+    find_difference,
     is_inexact,
-    keep_types,
     kind_of,
     scale,
     settle,
-    sum_dtype,
+    widen,
     zero_sums,
 )
 from optax_accum._split import (
@@ -145,10 +151,10 @@ def value_and_grad(
     if batch_argnums is None and batch_argnames is None:
         batch_argnums = 1
     roles = Roles(
-        differentiated=name_arguments(fun, argnums, argnames),
-        split=name_arguments(fun, batch_argnums, batch_argnames),
-        folded=name_arguments(fun, rng_argnums, rng_argnames),
-        carried=name_arguments(fun, carry_argnum, carry_argname),
+        differentiated=name_arguments(fun, "argnums", argnums, argnames),
+        split=name_arguments(fun, "batch_argnums", batch_argnums, batch_argnames),
+        folded=name_arguments(fun, "rng_argnums", rng_argnums, rng_argnames),
+        carried=name_arguments(fun, "carry_argnum", carry_argnum, carry_argname),
     )
     check_disjoint("value_and_grad", roles)
     accumulated = accumulate_gradients(
@@ -172,7 +178,7 @@ def value_and_grad(
         value = (loss, beside[0] if len(beside) == 1 else beside) if beside else loss
         if accumulator_dtype is None:
             places = find("value_and_grad", roles, args, kwargs)
-            grads = keep_types(grads, values_at(places, args, kwargs).differentiated)
+            grads = cast_as(grads, values_at(places, args, kwargs).differentiated)
         return value, grads[0] if is_single else grads
 
     return value_and_grad_fn
@@ -224,8 +230,8 @@ def accumulate_gradients(
     split_options = check_split(caller, num_microbatches, microbatch_size)
     check_accumulator_dtype(caller, accumulator_dtype)
     batch_axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
-    if not callable(fun):
-        raise TypeError(f"`{caller}` must be given a function first, got {fun!r}.")
+    unroll = check_unroll(caller, unroll)
+    check_callable(f"{caller}(fun)", fun)
 
     def accumulated(roles, args, kwargs):
         places = find(caller, roles, args, kwargs)
@@ -237,7 +243,7 @@ def accumulate_gradients(
         split = split_rows(rows, *split_options)
 
         def microbatch_loss(diff, batch, index, carry):
-            values = Roles(diff, batch, fold_keys(rng, index), carry)
+            values = Roles(diff, batch, fold_keys(rng, index) if rng else rng, carry)
             micro_args, micro_kwargs = replace(args, kwargs, places, values)
             output = fun(*micro_args, **micro_kwargs)
             loss, carry, aux = _check_output(caller, output, carry, has_aux)
@@ -250,9 +256,9 @@ def accumulate_gradients(
 
         if split.is_whole:
             stats, grads, carry = differentiate(batch, 0, settle(carry))
-            dtypes, stats = _dtypes(stats), _widen(stats)
+            dtypes, stats = _dtypes(stats), widen(stats)
             if accumulator_dtype is not None:
-                grads = _widen(grads, accumulator_dtype)
+                grads = widen(grads, accumulator_dtype)
         else:
             zeros = zero_sums(diff, accumulator_dtype)
             (stats, grads), dtypes, carry = _loop(
@@ -277,7 +283,7 @@ def _loop(differentiate, batch, zeros, carry, split, axis, unroll):
 
     indices = jnp.arange(split.num_microbatches)
     (sums, carry), stats = jax.lax.scan(body, (zeros, carry), indices, unroll=unroll)
-    totals = jax.tree.map(jnp.sum, _widen(stats)), sums
+    totals = jax.tree.map(jnp.sum, widen(stats)), sums
     if not split.remainder:
         means = jax.tree.map(lambda x: divide(x, split.num_microbatches), totals)
         return means, _dtypes(stats), carry
@@ -294,10 +300,6 @@ def _loop(differentiate, batch, zeros, carry, split, axis, unroll):
 
 def _dtypes(tree: Any) -> Any:
     return jax.tree.map(jnp.result_type, tree)
-
-
-def _widen(tree: Any, requested: DTypeLike | None = None) -> Any:
-    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype, requested)), tree)
 
 
 # # What the function may be given and may return
@@ -324,7 +326,7 @@ def _check_output(
     """The loss, the new carry and the aux in what a function returned."""
 
     def pair(x, form):
-        if not isinstance(x, tuple) or len(x) != 2:
+        if not isinstance(x, tuple | list) or len(x) != 2:
             raise TypeError(
                 f"`{caller}` expects a function that returns {form}, got {_form(x)}; "
                 "`has_aux=True` and a carried argument each put something beside the "
@@ -371,11 +373,11 @@ def _check_aux(caller: str, aux: Any) -> None:
 
 def _check_carry(caller: str, new: tuple, old: tuple) -> tuple:
     """`new`, if its structure, shapes and dtypes are those of `old`."""
-    new_types, old_types = jax.tree.map(kind_of, new), jax.tree.map(kind_of, old)
-    if new_types != old_types:
+    difference = find_difference(new, old)
+    if difference:
         raise TypeError(
             f"`{caller}` expects a function that returns the carried state with the "
-            f"types that it was given, {old_types[0]}, got {new_types[0]}."
+            f"types that it was given, got another one: {difference}."
         )
     return settle(new)
 

@@ -106,12 +106,14 @@ def test_a_static_weight_needs_no_select():
     tx = sgd()
     state = tx.init(jnp.ones(3))
 
-    def primitives(weight):
-        jaxpr = jax.make_jaxpr(lambda g, s: tx.update(g, s, weight=weight))
-        return str(jaxpr(jnp.ones(3), state)).count("select_n")
+    def selects(weight, traced=None):
+        def update(grads, state, traced):
+            return tx.update(grads, state, weight=weight if traced is None else traced)
 
-    assert primitives(8) == primitives(1)
-    assert primitives(jnp.asarray(8.0)) > primitives(1)
+        return str(jax.make_jaxpr(update)(jnp.ones(3), state, traced)).count("select_n")
+
+    assert selects(8) == selects(jnp.asarray(8.0)) == selects(1)
+    assert selects(1, traced=jnp.asarray(8.0)) > selects(1)
 
 
 # # value, grad and other extra arguments
@@ -152,7 +154,7 @@ def test_inner_receives_no_value_that_was_not_given():
     init_fn = optax.identity().init
     inner = optax.GradientTransformationExtraArgs(init_fn, update_fn)
     feed(optax_accum.accumulate(inner, 2), [1.0, 1.0])
-    assert seen and all(names == [] for names in seen)
+    assert seen and all(names == ["weight"] for names in seen)
 
 
 def test_reduce_on_plateau_sees_window_means():
@@ -463,6 +465,64 @@ def test_masked_nodes_pass():
     updates, state = feed(around, [grads, grads], params)
     np.testing.assert_array_equal(updates[1]["a"], [-2.0, -2.0])
     assert len(jax.tree.leaves(state.inner_state.acc_grads)) == 1
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_a_state_that_changes_its_kind_is_refused_and_not_cut_off(every_k):
+    """None that becomes an array, an integer that becomes a fraction."""
+
+    def grows(init, update):
+        def update_fn(updates, state, params=None):
+            return updates, {"m": update(state["m"])}
+
+        tx = optax.GradientTransformation(lambda params: {"m": init}, update_fn)
+        return feed(optax_accum.accumulate(tx, every_k), [1.0] * 2)
+
+    with pytest.raises(TypeError, match=r"float32\[\] at \['m'\], where None was"):
+        grows(None, lambda m: jnp.ones(()))
+    with pytest.raises(TypeError, match=r"float32\[\] at \['m'\], where int32\[\] was"):
+        grows(0, lambda m: jnp.float32(m) + 0.5)
+    _, state = grows(0.0, lambda m: m + 0.5)
+    assert state.inner_opt_state["m"] == 0.5 * (2 // every_k)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "inner",
+    [optax.novograd(0.1), optax.apply_if_finite(optax.adam(0.1), 3)],
+    ids=["novograd", "apply_if_finite"],
+)
+def test_optimizers_that_refuse_a_wider_gradient_get_it_rounded(inner, dtype):
+    """Their own branches differ in dtype when a float32 mean meets 16-bit moments."""
+    params, grads = jnp.ones(3, dtype), jnp.full(3, 0.5, dtype)
+    bare, bare_state = run_bare(inner, [grads], params)
+    tx = optax_accum.accumulate(inner, 2)
+    updates, state = feed(tx, [grads, grads], params)
+    assert updates[-1].dtype == bare[-1].dtype
+    np.testing.assert_allclose(
+        np.asarray(updates[-1], float), np.asarray(bare[-1], float), rtol=2**-7
+    )
+    assert types(state.inner_opt_state) == types(tx.init(params).inner_opt_state)
+
+
+def test_nested_windows_weigh_by_their_calls():
+    tx = optax_accum.accumulate(sgd(), 2)
+    updates, _ = feed(tx, [1.0, 1.0, 5.0, 5.0], weight=[1.0, 1.0, 3.0, 3.0])
+    np.testing.assert_array_equal(updates, [0, 0, 0, -4])  # (2*1 + 6*5) / 8
+
+
+def test_python_numbers_are_gradients_too():
+    tx = sgd(every_k=1, skip_fn=optax_accum.skip_nonfinite)
+    updates, _ = tx.update(3.0, tx.init(0.0), weight=jnp.array(2.0))
+    assert updates == -3.0
+
+
+def test_values_given_in_some_windows_only_do_not_leak_into_others():
+    tx = optax_accum.accumulate(optax.sgd(1.0), 2)
+    _, state = feed(tx, [1.0, 1.0], value=[7.0, 7.0])
+    _, state = tx.update(jnp.ones(()), state)
+    _, state = tx.update(jnp.ones(()), state, value=3.0)
+    assert state.acc_value == 3.0
 
 
 # # Where it must work

@@ -30,6 +30,7 @@ LAYERS = [
     "_skip",
     "_split",
     "_optimizer",
+    "_window",
     "_accumulate",
     "_value_and_grad",
     "_train_step",

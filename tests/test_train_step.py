@@ -327,6 +327,37 @@ def test_init_train_state_under_eval_shape():
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
 
 
+def test_the_state_owns_its_memory():
+    """A NumPy array may be viewed and not copied; who holds it may write into it."""
+    mine = np.ones(4096, np.float32)
+    state = optax_accum.init_train_state(
+        {"w": mine}, optax.sgd(0.1), model_state={"m": mine}
+    )
+    mine[:] = 7.0
+    assert jnp.all(state.params["w"] == 1.0) and jnp.all(state.model_state["m"] == 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_parameters_of_8_bits(dtype):
+    params, x = jnp.ones(2, dtype), jnp.ones(4)
+    optimizer = optax.sgd(0.5)
+    train_step = optax_accum.make_train_step(
+        lambda w, x: jnp.mean(x) * jnp.sum(w.astype(x.dtype)),
+        optimizer,
+        num_microbatches=2,
+    )
+    state, _ = train_step(optax_accum.init_train_state(params, optimizer), x)
+    np.testing.assert_array_equal(state.params.astype(jnp.float32), [0.5, 0.5])
+    assert state.params.dtype == dtype
+
+
+def test_an_optimizer_that_refuses_a_wider_gradient():
+    optimizer = optax.apply_if_finite(optax.adam(0.1), 3)
+    batches = make_batches(2, jnp.bfloat16)
+    state, _ = run(optimizer, batches, make_params(jnp.bfloat16), num_microbatches=3)
+    assert state.step == 2
+
+
 # # What it costs
 
 

@@ -259,6 +259,60 @@ def test_carried_state_and_aux_come_back_as_the_function_returns_them():
     np.testing.assert_allclose(grads, grads_again, rtol=4 * F32_ULP)
 
 
+def test_a_carried_state_may_be_any_pytree():
+    """A class that has no notion of equality, and containers that have too much."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Statistics:
+        def __init__(self, mean):
+            self.mean = mean
+
+        def tree_flatten(self):
+            return (self.mean,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def loss_fn(w, x, state):
+        return jnp.mean(w * x), Statistics(state.mean + jnp.mean(x))
+
+    value_and_grad = optax_accum.value_and_grad(
+        loss_fn, num_microbatches=2, carry_argnum=2
+    )
+    (_, state), _ = value_and_grad(1.0, jnp.ones(4), Statistics(0.0))
+    assert state.mean == 2.0
+
+    def other_container(w, x, state):
+        return jnp.mean(w * x), tuple(state)
+
+    for n in (1, 2):
+        grad_fn = optax_accum.grad(other_container, num_microbatches=n, carry_argnum=2)
+        with pytest.raises(TypeError, match="PyTreeDef"):
+            grad_fn(1.0, jnp.ones(4), [0.0])
+
+
+def test_a_batch_argument_with_a_default_may_be_left_out():
+    def loss_fn(w, x, mask=None):
+        assert mask is None or mask.shape == x.shape
+        return jnp.mean(w * x if mask is None else jnp.where(mask, w * x, 0.0))
+
+    grad_fn = optax_accum.grad(loss_fn, num_microbatches=2, batch_argnums=(1, 2))
+    x, mask = jnp.arange(4.0), jnp.arange(4) < 2
+    assert grad_fn(1.0, x) == 1.5
+    assert grad_fn(1.0, x, mask) == grad_fn(1.0, x, mask=mask) == 0.25
+
+
+def test_a_list_is_a_pair_too():
+    def loss_fn(w, x):
+        return [jnp.mean(w * x), {"a": 1.0}]
+
+    grads, aux = optax_accum.grad(loss_fn, num_microbatches=2, has_aux=True)(
+        1.0, jnp.ones(4)
+    )
+    assert (grads, aux["a"]) == (1.0, 1.0)
+
+
 # # What it costs
 
 

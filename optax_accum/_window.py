@@ -1,0 +1,93 @@
+"""The sums of a window: how a call is added, and what they come to."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._numerics import add, divide, is_none, kind_of, scale, sum_dtype
+
+Reduction = Literal["mean", "sum"]
+
+
+class Window(NamedTuple):
+    """What calls have added up; or one call, or the means of them, in the same form."""
+
+    grads: Any
+    weight: float | jax.Array  # a float where it is known while tracing
+    value: Any  # a scalar, or None where there is none
+
+
+def add_call(sums: Window, call: Window) -> Window:
+    """`sums` with `call` added, or the first of a window where nothing counts as yet.
+
+    Selected, not multiplied: a call of weight 0 adds nothing even if it is NaN, and
+    nothing of the last window stays.
+    """
+    counts, is_open = call.weight != 0, sums.weight != 0
+
+    def add_weighted(term, total):
+        total = _select(is_open, total)
+        if term is None:
+            return total
+        if total is None or jnp.shape(term) != total.shape:
+            raise ValueError(
+                "`accumulate(...).update(updates, state)` must be given gradients of "
+                f"the shapes that `init` saw, {kind_of(total)}, got {kind_of(term)}; "
+                "make the state with `init(params)` of these parameters."
+            )
+        added = add(total, scale(term, call.weight, total.dtype))
+        return added if counts is True else jnp.where(counts, added, total)
+
+    _check_structure(call.grads, sums.grads)
+    return Window(
+        grads=jax.tree.map(add_weighted, call.grads, sums.grads, is_leaf=is_none),
+        weight=add(jnp.asarray(sums.weight), call.weight),
+        value=add_weighted(call.value, sums.value),
+    )
+
+
+def _select(flag: jax.Array | bool, total: jax.Array | None) -> jax.Array | None:
+    """`total` where `flag`, else zeros."""
+    return None if total is None else jnp.where(flag, total, jnp.zeros_like(total))
+
+
+def reduce_window(window: Window, call: Window, reduction: Reduction) -> Window:
+    """What the wrapped optimizer receives when `call` closes `window`.
+
+    None where the call has no gradient. The value is averaged in any case.
+    """
+
+    def reduced(grad, total):
+        if grad is None:
+            return None
+        return divide(total, window.weight) if reduction == "mean" else total
+
+    return Window(
+        grads=jax.tree.map(reduced, call.grads, window.grads, is_leaf=is_none),
+        weight=window.weight,
+        value=None if call.value is None else divide(window.value, window.weight),
+    )
+
+
+def reduce_call(call: Window, reduction: Reduction) -> Window:
+    """The same for a window of one call: its mean is the call, to the last bit."""
+
+    def scaled(grad):
+        return scale(grad, call.weight, sum_dtype(jnp.result_type(grad)))
+
+    if reduction == "mean":
+        return call
+    return call._replace(grads=jax.tree.map(scaled, call.grads))
+
+
+def _check_structure(grads: Any, sums: Any) -> None:
+    try:
+        jax.tree.map(lambda *_: None, grads, sums, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            "`accumulate(...).update(updates, state)` must be given gradients of the "
+            f"structure that `init` saw, {jax.tree.structure(sums)}, got "
+            f"{jax.tree.structure(grads)}; make the state with `init(params)` of these "
+            "parameters."
+        ) from error
