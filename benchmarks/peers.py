@@ -22,6 +22,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -233,7 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.rounds:
         scenario = scenario._replace(rounds=options.rounds)
     results = measure(scenario, OPTIMIZERS)
-    print_results(results, Console())
+    # A file has no width of its own; a table of eight columns needs more than 80.
+    print_results(results, Console(width=None if sys.stdout.isatty() else 140))
     output = options.output or (None if options.quick else RESULTS)
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
