@@ -143,10 +143,11 @@ def take_remainder(batch: Any, split: Split, axis: int) -> Any:
 def fold_keys(tree: Any, index: ArrayLike) -> Any:
     """`tree` with every key folded with `index`; what is no key stays.
 
-    A tree without a key is an error, for its user expects randomness.
+    A tree of something else is an error, for its user expects randomness; None is not.
     """
-    if not any(map(is_key, jax.tree.leaves(tree))):
-        kinds = ", ".join(map(kind_of, jax.tree.leaves(tree))) or "nothing"
+    leaves = jax.tree.leaves(tree)
+    if leaves and not any(map(is_key, leaves)):
+        kinds = ", ".join(map(kind_of, leaves))
         raise TypeError(
             f"`rng_argnums` must name arguments that hold random keys, got {kinds}; "
             "write `jax.random.key(0)`."

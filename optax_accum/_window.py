@@ -26,9 +26,12 @@ def add_call(sums: Window, call: Window) -> Window:
     """
     counts, is_open = call.weight != 0, sums.weight != 0
 
+    def stood(total):
+        return jnp.where(is_open, total, jnp.zeros_like(total))
+
     def add_weighted(term, total):
-        total = _select(is_open, total)
-        if term is None:
+        total = jax.tree.map(stood, total)
+        if term is None:  # and then `total` may be a tree
             return total
         if total is None or jnp.shape(term) != total.shape:
             raise ValueError(
@@ -45,11 +48,6 @@ def add_call(sums: Window, call: Window) -> Window:
         weight=add(jnp.asarray(sums.weight), call.weight),
         value=add_weighted(call.value, sums.value),
     )
-
-
-def _select(flag: jax.Array | bool, total: jax.Array | None) -> jax.Array | None:
-    """`total` where `flag`, else zeros."""
-    return None if total is None else jnp.where(flag, total, jnp.zeros_like(total))
 
 
 def reduce_window(window: Window, call: Window, reduction: Reduction) -> Window:

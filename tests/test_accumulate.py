@@ -416,6 +416,15 @@ def test_none_gradients_pass_and_the_state_keeps_its_structure(inner):
     assert_bits_equal(updates[-1]["w"], bare[-1]["w"])
 
 
+def test_none_may_stand_for_a_whole_subtree():
+    params = {"w": jnp.ones(2), "frozen": {"a": jnp.ones(3), "b": jnp.ones(1)}}
+    tx = sgd()
+    updates, state = feed(tx, [{"w": jnp.ones(2), "frozen": None}] * 4, params)
+    assert updates[-1]["frozen"] is None
+    np.testing.assert_array_equal(updates[-1]["w"], [-1.0, -1.0])
+    assert types(state) == types(tx.init(params))
+
+
 def test_integer_bool_and_key_leaves_in_the_inner_state_pass():
     def init_fn(params):
         return {

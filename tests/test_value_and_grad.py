@@ -243,6 +243,15 @@ def test_keys_are_folded_with_the_number_of_the_microbatch(make, num_microbatche
     np.testing.assert_allclose(grad_fn(1.0, x, keys), sum(terms), atol=atol)
 
 
+def test_no_key_where_none_is_wanted():
+    def loss_fn(w, x, key=None):
+        noise = 0.0 if key is None else jax.random.normal(key)
+        return jnp.mean(w * x) + w * noise
+
+    grad_fn = optax_accum.grad(loss_fn, num_microbatches=2, rng_argnums=2)
+    assert grad_fn(1.0, jnp.ones(4)) == grad_fn(1.0, jnp.ones(4), None) == 1.0
+
+
 def test_carried_state_and_aux_come_back_as_the_function_returns_them():
     def loss_fn(w, x, count):
         return jnp.mean(w * x), (count + 1, {"m": jnp.mean(x)})
