@@ -61,7 +61,7 @@ class Method(NamedTuple):
     window: Callable[[Any], Any]  # from carry to carry; consumes its buffers
 
 
-# # The problem
+# -- The problem
 
 
 def make_problem(
@@ -97,7 +97,7 @@ def loss_fn(params, batch):
     return jnp.mean((x @ last["kernel"] + last["bias"] - batch["y"]) ** 2)
 
 
-# # The methods
+# -- The methods
 
 
 def build_methods(problem: Problem) -> dict[str, Method]:
@@ -287,7 +287,7 @@ def compile_cold(step: Any, carry: Any, x: Any) -> Program:
     return Program(compiled, costs)
 
 
-# # The same maths
+# -- The same maths
 
 
 def check_methods(problem: Problem) -> None:

@@ -70,7 +70,7 @@ PROMISES = (
 )
 
 
-# # The measurement
+# -- The measurement
 
 
 def measure(
@@ -117,7 +117,7 @@ def take_turn(method: Method, carry: Any, repeats: int) -> tuple[Any, float]:
     return carry, (time.perf_counter() - start) / repeats
 
 
-# # The records
+# -- The records
 
 
 def make_records(
@@ -225,7 +225,7 @@ def measured(promise: Promise, records: list[dict[str, Any]]) -> float:
     return ours["memory_in_p"]["temporaries"] / theirs["memory_in_p"]["temporaries"]
 
 
-# # The terminal
+# -- The terminal
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,6 +20,7 @@ from optax_accum._checks import (
     check_flag,
     check_scalar,
     check_weight,
+    shown,
 )
 from optax_accum._numerics import (
     add,
@@ -88,8 +89,8 @@ def accumulate(
     The ``update`` function takes, beyond what `inner` takes:
 
     * ``weight``: what this call counts for in the mean, a scalar >= 0, by default 1.
-      Weight 0 adds exactly nothing, whatever the gradient. The total of the window
-      reaches `inner` as its ``weight``, so that windows of windows weigh right.
+      Weight 0 adds exactly nothing, whatever the gradient. (Under ``jit`` a negative
+      one cannot be refused.) A further `accumulate` inside `inner` receives the total.
     * ``value``: the loss of this call, a scalar. At a boundary `inner` receives the
       window's weighted mean of it. Give it at every call of a window or at none.
       Where ``grad`` is given too, `inner` receives the window's mean gradient as that.
@@ -188,7 +189,8 @@ def accumulate(
         steps = closes & (window.weight != 0) & _not(dropped)
 
         def update(mean):
-            inner_state, extra = state.inner_opt_state, _with_means(extra_args, mean)
+            inner_state = state.inner_opt_state
+            extra = _with_means(extra_args, mean, inner_state)
             return update_inner(inner, mean.grads, updates, inner_state, params, extra)
 
         def step():
@@ -281,12 +283,16 @@ def _window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLi
     return length.astype(jnp.int32)
 
 
-def _with_means(extra_args: dict[str, Any], mean: Window) -> dict[str, Any]:
+def _with_means(
+    extra_args: dict[str, Any], mean: Window, inner_state: optax.OptState
+) -> dict[str, Any]:
     """`extra_args`, with what the window knows better than its last call."""
-    known = {"value": mean.value, "weight": mean.weight}
+    known = {} if mean.value is None else {"value": mean.value}
     if "grad" in extra_args:
         known["grad"] = mean.grads
-    return extra_args | {name: x for name, x in known.items() if x is not None}
+    if accumulate_states(inner_state):  # a window of windows
+        known["weight"] = mean.weight
+    return extra_args | known
 
 
 def _zero_if(flag: Flag, x: ArrayLike) -> jax.Array:
@@ -301,17 +307,22 @@ def _not(flag: Flag) -> Flag:
     return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
 
 
-# # Errors
+# -- Errors
 
 
 def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, optax.MultiSteps):
+        raise TypeError(
+            "`accumulate(inner, every_k)` must be given the optimizer itself, got one "
+            "wrapped by `optax.MultiSteps`, which does the same; unwrap it."
+        )
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "`accumulate(inner, every_k)` must be given the optimizer to wrap first, "
-            f"got {inner!r}; write `accumulate(optax.adam(1e-3), every_k=4)`. It is no "
-            "link in front of a stateful optimizer, whose moments would see the zeros "
-            "of the calls in between; in front of stateless transformations alone, "
-            "`accumulate(optax.identity(), every_k=4)` is one."
+            f"got {shown(inner)}; write `accumulate(optax.adam(1e-3), every_k=4)`. It "
+            "is no link in front of a stateful optimizer, whose moments would see the "
+            "zeros of the calls in between; in front of stateless transformations "
+            "alone, `accumulate(optax.identity(), every_k=4)` is one."
         )
     return optax.with_extra_args_support(inner)
 
@@ -343,13 +354,11 @@ def _check_made_for(state: Any, updates: Any, every_call: bool) -> None:
             "`init(params)`."
         )
     has_sums = bool(jax.tree.leaves(state.acc_grads))
-    if has_sums if every_call else not has_sums and jax.tree.leaves(updates):
-        got, made = (
-            ("a filled", "larger") if has_sums else ("an empty", "the integer 1")
-        )
+    if has_sums == every_call and jax.tree.leaves(updates):
+        got = "filled" if has_sums else "empty"
         raise ValueError(
-            "`accumulate(every_k=...)` must be given a state of its own, got one with "
-            f"{got} `acc_grads`, made where `every_k` was {made}; `every_k=1` keeps no "
-            "sums, so to change `every_k` on resume, use a schedule: "
+            "`accumulate(...).update(updates, state)` must be given a state made under "
+            f"the same kind of `every_k`, got one with {got} `acc_grads`; `every_k=1` "
+            "keeps no sums, so to change `every_k` on resume, use a schedule: "
             "`every_k=lambda step: 1`."
         )

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from optax_accum._checks import check_index
 
-Place = int | str  # where a value stands in a call: args[int] or kwargs[str]
+
+class Place(NamedTuple):
+    """Where a value stands in a call."""
+
+    where: int | str  # args[int] or kwargs[str]
+    label: str  # what an error shall call it
 
 
 class Argument(NamedTuple):
@@ -70,7 +75,7 @@ def values_at(places: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
     """The values in these places of a call."""
 
     def value(place):
-        return args[place] if isinstance(place, int) else kwargs[place]
+        return (args if isinstance(place.where, int) else kwargs)[place.where]
 
     return Roles(*(tuple(map(value, role)) for role in places))
 
@@ -82,26 +87,22 @@ def replace(
     args, kwargs = list(args), dict(kwargs)
     flat = itertools.chain.from_iterable
     for place, value in zip(flat(places), flat(values), strict=True):
-        (args if isinstance(place, int) else kwargs)[place] = value
+        (args if isinstance(place.where, int) else kwargs)[place.where] = value
     return args, kwargs
-
-
-def describe(place: Place) -> str:
-    return f"args[{place}]" if isinstance(place, int) else place
 
 
 def check_disjoint(caller: str, roles: Roles) -> None:
     """Each argument has one role: what is split cannot be differentiated as well."""
-    roles_of: dict[Any, list[str]] = {}
-    for name, role in roles._asdict().items():
-        for argument in role:
-            roles_of.setdefault(argument, []).append(name)
-    for argument, names in roles_of.items():
-        if len(names) > 1:
-            called = argument if isinstance(argument, Place) else _called(argument)
+    roles_of: dict[str, list[str]] = {}
+    for role, members in roles._asdict().items():
+        for member in members:
+            name = member.label if isinstance(member, Place) else _label(member)
+            roles_of.setdefault(name, []).append(role)
+    for name, several in roles_of.items():
+        if len(several) > 1:
             raise ValueError(
                 f"`{caller}` must name each argument in one role, once, got argument "
-                f"{called!r} as {' and as '.join(names)}; give each its own argument."
+                f"`{name}` as {' and as '.join(several)}; give each its own argument."
             )
 
 
@@ -110,20 +111,21 @@ def _find(
 ) -> Place | None:
     num, name, is_optional = argument
     if num is not None and -len(args) <= num < len(args):
-        return num % len(args)
+        num %= len(args)
+        return Place(num, name or f"args[{num}]")
     if name is not None and name in kwargs:
-        return name
+        return Place(name, name)
     if is_optional:
         return None
     raise ValueError(
-        f"`{caller}` must find argument {_called(argument)!r} in every call, got "
+        f"`{caller}` must find argument `{_label(argument)}` in every call, got "
         f"{len(args)} positional arguments and the keywords {sorted(kwargs)}; name it "
         "by `...argnums` or `...argnames` as it is passed."
     )
 
 
-def _called(argument: Argument) -> Place | None:
-    return argument.num if argument.name is None else argument.name
+def _label(argument: Argument) -> str:
+    return argument.name or f"args[{argument.num}]"
 
 
 def _parameters(fun: Callable) -> Iterable[inspect.Parameter]:

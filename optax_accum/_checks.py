@@ -12,6 +12,12 @@ from jax.typing import DTypeLike
 from optax_accum._numerics import is_numeric, kind_of
 
 
+def shown(x: Any) -> str:
+    """What was given: itself where that is short, else what it is."""
+    text = repr(x)
+    return text if len(text) <= 40 else kind_of(x)
+
+
 def check_index(argument: str, index: Any) -> int:
     """`index` as an ``int``, if it is one and no bool."""
     if not isinstance(index, (bool, np.bool_)):
@@ -91,21 +97,19 @@ def check_accumulator_dtype(caller: str, dtype: DTypeLike | None) -> None:
         )
 
 
-def check_optimizer(
-    caller: str, optimizer: Any
-) -> optax.GradientTransformationExtraArgs:
+def check_optimizer(call: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """`optimizer`, made to accept extra arguments."""
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"`{caller}(optimizer)` must be a gradient transformation, got "
-            f"{optimizer!r}; write `optax.adam(1e-3)`, say."
+            f"`optimizer` in `{call}` must be a gradient transformation, got "
+            f"{shown(optimizer)}; write `optax.adam(1e-3)`, say, in this order."
         )
     return optax.with_extra_args_support(optimizer)
 
 
 def check_callable(argument: str, function: Any) -> None:
     if not callable(function):
-        raise TypeError(f"`{argument}` must be a function, got {function!r}.")
+        raise TypeError(f"`{argument}` must be a function, got {shown(function)}.")
 
 
 def check_choice(argument: str, choice: Any, choices: tuple[str, ...]) -> None:

@@ -109,7 +109,7 @@ def run_demo(output: Path, *, steps: int = 60) -> Results:
     return results
 
 
-# # The problem
+# -- The problem
 
 
 class Classifier(nn.Module):
@@ -173,7 +173,7 @@ def draw_batches(rows: Rows, steps: int) -> list[Rows]:
     return [{name: array[which] for name, array in rows.items()} for which in chosen]
 
 
-# # The four ways
+# -- The four ways
 
 
 def make_methods(
@@ -227,7 +227,7 @@ def split(batch: Rows, calls: int) -> list[Rows]:
     return [{name: parts[name][i] for name in parts} for i in range(calls)]
 
 
-# # Training
+# -- Training
 
 
 def train(methods: list[Method], batches: Iterable[Rows]) -> None:
@@ -277,7 +277,7 @@ def largest_difference(params: optax.Params, reference: optax.Params) -> float:
     return float(max(jax.tree.leaves(jax.tree.map(largest, params, reference))))
 
 
-# # What is shown
+# -- What is shown
 
 
 def make_table(results: Results) -> Table:

@@ -50,10 +50,13 @@ def find_difference(tree: Any, expected: Any) -> str | None:
     kinds, expected_kinds = _kinds(tree), _kinds(expected)
     for path in expected_kinds | kinds:
         if kinds.get(path) != expected_kinds.get(path):
-            where = f" at {path}" if path else ""
-            return f"{kinds.get(path)} for {expected_kinds.get(path)}{where}"
+            got, wanted = (
+                kinds.get(path, "nothing"),
+                expected_kinds.get(path, "nothing"),
+            )
+            return f"{got} at {path or 'the top'}, where {wanted} is expected"
     structure, wanted = jax.tree.structure(tree), jax.tree.structure(expected)
-    return None if structure == wanted else f"{structure} for {wanted}"
+    return None if structure == wanted else f"{structure}, where {wanted} is expected"
 
 
 def _kinds(tree: Any) -> dict[str, str]:
@@ -145,13 +148,8 @@ def _is_one(factor: ArrayLike) -> bool:
 def global_norm(tree: Any) -> jax.Array:
     """The Euclidean norm over all numeric leaves, squared and summed in `sum_dtype`."""
     dtype = weight_dtype(tree)
-    squares = [
-        jnp.sum(
-            jnp.square(jnp.abs(jnp.asarray(leaf, sum_dtype(jnp.result_type(leaf)))))
-        )
-        for leaf in jax.tree.leaves(tree)
-        if is_numeric(leaf)
-    ]
+    numbers = [leaf for leaf in jax.tree.leaves(tree) if is_numeric(leaf)]
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in widen(numbers)]
     return jnp.sqrt(sum((s.astype(dtype) for s in squares), jnp.zeros((), dtype)))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._numerics import cast_as, is_array, keep_types
+from optax_accum._numerics import cast_as, find_difference, is_array, keep_types
 
 Flag = bool | jax.Array  # a bool where it is known while tracing
 
@@ -44,7 +44,7 @@ def update_inner(
             return inner.update(grads, state, params, **extra_args)
 
     rounded = cast_as(grads, incoming)
-    if _dtypes(rounded) != _dtypes(grads):
+    if find_difference(rounded, grads):
         try:
             jax.eval_shape(lambda: update(grads)[0])
         except TypeError:
@@ -97,7 +97,3 @@ def _cond(pred: Flag, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -
     if isinstance(pred, jax.core.Tracer):
         return jax.lax.cond(pred, true_fn, false_fn)
     return true_fn() if pred else false_fn()
-
-
-def _dtypes(tree: Any) -> list[Any]:
-    return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._checks import check_scalar
-from optax_accum._numerics import global_norm, is_numeric, sum_dtype
+from optax_accum._numerics import global_norm, is_numeric, widen
 
 
 class SkipFn(Protocol):
@@ -47,11 +47,8 @@ def skip_nonfinite(
       False
     """
     del params
-    finite = [
-        jnp.all(jnp.isfinite(jnp.asarray(leaf, sum_dtype(jnp.result_type(leaf)))))
-        for leaf in jax.tree.leaves(grads)
-        if is_numeric(leaf)
-    ]
+    numbers = [leaf for leaf in jax.tree.leaves(grads) if is_numeric(leaf)]
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in widen(numbers)]
     return jnp.logical_not(jnp.all(jnp.array(finite, bool)))
 
 

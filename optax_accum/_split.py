@@ -70,10 +70,11 @@ def split_rows(
     return Split(num_microbatches, rows // num_microbatches, 0)
 
 
-def count_rows(batch: dict[str, Any], axis: int) -> int:
+def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:
     """The rows of a batch, which all its arrays must have in common.
 
     Args:
+      caller: whose error it is if they have not.
       batch: each batch argument under the name that an error shall call it by.
       axis: where the rows are.
     """
@@ -85,18 +86,21 @@ def count_rows(batch: dict[str, Any], axis: int) -> int:
                 sizes[label] = _size(label, np.shape(leaf), axis)
     if not sizes:
         raise ValueError(
-            f"the batch must hold an array to split, got none in {', '.join(batch)}; "
-            "`batch_argnums` or `batch_argnames` tells which arguments are split."
+            f"`{caller}` must be given a batch with an array to split, got none in "
+            f"{', '.join(batch) or 'no argument at all'}; its rows lie along one axis "
+            "of every array."
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{label}: {size}" for label, size in sizes.items())
         raise ValueError(
-            f"the arrays of a batch must have the same rows along axis {axis}, got "
+            f"`{caller}` must be given arrays of the same rows along axis {axis}, got "
             f"{listed}; pass what is not split in an argument of its own."
         )
     rows = next(iter(sizes.values()))
     if rows == 0:
-        raise ValueError(f"a batch must have rows, got 0 in {', '.join(sizes)}.")
+        raise ValueError(
+            f"`{caller}` must be given a batch with rows, got 0 in {', '.join(sizes)}."
+        )
     return rows
 
 

@@ -76,8 +76,8 @@ def init_train_state(
       >>> print(state.step, state.params["w"].shape, state.key)
       0 (3,) None
     """
-    optimizer = check_optimizer("init_train_state", optimizer)
-    check_floats("init_train_state", ("params",), (params,))
+    optimizer = check_optimizer("init_train_state(params, optimizer)", optimizer)
+    check_floats("init_train_state", {"params": params})
     _check_key(key)
     params = settle(params)
     return _own(
@@ -122,11 +122,14 @@ def make_train_step(
       num_microbatches: as for `value_and_grad`.
       microbatch_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
-      batch_axis: the axis of the rows, in every array of the batch.
+      batch_axis: the axis of the rows, in every array of the batch. All rows are in that
+        one argument, a pytree such as ``(x, y)``; `args` are not split.
       accumulator_dtype: dtype of the sums, see `value_and_grad`. The mean reaches the
         optimizer in it.
       unroll: micro-batches in one iteration of the loop.
-      donate: whether the step consumes the state it is given, which saves a copy.
+      donate: whether the step consumes the state it is given, which saves a copy. To
+        use the old state after it is an error, "Array has been deleted": write
+        ``state, metrics = train_step(state, batch)``, or say ``donate=False``.
 
     Returns:
       A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
@@ -150,7 +153,7 @@ def make_train_step(
       >>> print(state.params["w"], metrics["loss"], metrics["grad_norm"])
       0.6 1.5 4.0
     """
-    optimizer = check_optimizer("make_train_step", optimizer)
+    optimizer = check_optimizer("make_train_step(loss_fn, optimizer)", optimizer)
     accumulated = accumulate_gradients(
         "make_train_step",
         loss_fn,
@@ -200,7 +203,8 @@ def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
     if state.model_state is not None:
         carry = (Argument(None, "model_state"),)
         keywords["model_state"] = state.model_state
-    return Roles((Argument(0, None),), (Argument(1, None),), rng, carry), keywords
+    trained, batch = Argument(0, "params"), Argument(1, "batch")
+    return Roles((trained,), (batch,), rng, carry), keywords
 
 
 def _apply(optimizer, grads, state, extra_args):
@@ -250,7 +254,7 @@ def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
     if difference:
         raise ValueError(
             "`train_step(state, batch)` must be given a state that its optimizer made, "
-            f"got an `opt_state` with {difference}; make it with "
+            f"got an `opt_state` of another one, {difference}; make it with "
             "`init_train_state(params, optimizer)` of the same optimizer."
         )
 

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from optax_accum._arguments import (
     Roles,
     check_disjoint,
-    describe,
     find,
     name_arguments,
     replace,
@@ -54,7 +53,8 @@ class Accumulated(NamedTuple):
 
     stats: tuple[jax.Array, Any]  # loss and aux, in the dtypes of their sums
     dtypes: tuple[jnp.dtype, Any]  # those in which the function returned them
-    grads: tuple[Any, ...]  # one for each differentiated argument
+    trained: tuple[Any, ...]  # the differentiated arguments
+    grads: tuple[Any, ...]  # one for each of them, in the dtypes of their sums
     carry: tuple[Any, ...]  # the carried argument after the last micro-batch, if any
     rows: int
 
@@ -81,13 +81,17 @@ def value_and_grad(
 
     `fun` is a mean over the rows it is given. With :math:`B_i` rows in micro-batch
     :math:`i` of :math:`N`, the value is :math:`\sum_i B_i f_i / \sum_i B_i`, which is
-    that of all rows at once, and the gradient is its gradient. Each micro-batch is
+    that of all rows at once, and the gradient is its gradient. A mean over unmasked
+    tokens is not one over rows: divide the sum over tokens by what is known of the whole
+    batch, and pass that in an argument of its own, ``sum(losses * mask) / rows / share``
+    with ``share`` the tokens of a row in the mean over the batch. Each micro-batch is
     differentiated inside the loop, so that its activations are freed before the next
     one; beside them stands one sum of gradients, 1 P.
 
     The arrays in the batch arguments are split by rows: micro-batch :math:`i` takes
     rows :math:`i, i+N, i+2N, \dots` Scalars, None and what is no array in them pass
-    whole, as do all arguments that are not named. With N = 1 this is
+    whole, as do all arguments that are not named: of a loss of ``(params, x, y)`` with
+    rows in both, say ``batch_argnums=(1, 2)``. With N = 1 this is
     ``jax.value_and_grad``: no loop, no sum. Call it under ``jax.jit``: outside, the
     loop is compiled anew at every call.
 
@@ -122,6 +126,7 @@ def value_and_grad(
         sums are in a leaf's own dtype where that is float32 or wider, else in float32,
         and gradients are returned in the dtype of the argument.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
+        Those of an iteration may stand in memory together.
 
     Returns:
       A function with the arguments of `fun` that returns what ``jax.value_and_grad``
@@ -172,13 +177,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        stats, dtypes, grads, carry, _ = accumulated(roles, args, kwargs)
+        stats, dtypes, trained, grads, carry, _ = accumulated(roles, args, kwargs)
         loss, aux = jax.tree.map(jnp.astype, stats, dtypes)
         beside = (*carry, aux) if has_aux else carry
         value = (loss, beside[0] if len(beside) == 1 else beside) if beside else loss
         if accumulator_dtype is None:
-            places = find("value_and_grad", roles, args, kwargs)
-            grads = cast_as(grads, values_at(places, args, kwargs).differentiated)
+            grads = cast_as(grads, trained)
         return value, grads[0] if is_single else grads
 
     return value_and_grad_fn
@@ -236,10 +240,10 @@ def accumulate_gradients(
     def accumulated(roles, args, kwargs):
         places = find(caller, roles, args, kwargs)
         diff, batch, rng, carry = values_at(places, args, kwargs)
-        check_floats(caller, places.differentiated, diff)
-        rows = count_rows(
-            dict(zip(map(describe, places.split), batch, strict=True)), batch_axis
-        )
+        labels = [place.label for place in places.differentiated]
+        check_floats(caller, dict(zip(labels, diff, strict=True)))
+        labels = [place.label for place in places.split]
+        rows = count_rows(caller, dict(zip(labels, batch, strict=True)), batch_axis)
         split = split_rows(rows, *split_options)
 
         def microbatch_loss(diff, batch, index, carry):
@@ -264,7 +268,7 @@ def accumulate_gradients(
             (stats, grads), dtypes, carry = _loop(
                 differentiate, batch, zeros, settle(carry), split, batch_axis, unroll
             )
-        return Accumulated(stats, dtypes, grads, carry, rows)
+        return Accumulated(stats, dtypes, diff, grads, carry, rows)
 
     return accumulated
 
@@ -302,17 +306,17 @@ def _dtypes(tree: Any) -> Any:
     return jax.tree.map(jnp.result_type, tree)
 
 
-# # What the function may be given and may return
+# -- What the function may be given and may return
 
 
-def check_floats(caller: str, places: tuple, values: tuple) -> None:
+def check_floats(caller: str, arguments: dict[str, Any]) -> None:
     """Only floats have a gradient; every leaf that is none is named."""
-    wrong = []
-    for place, value in zip(places, values, strict=True):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            if not is_inexact(leaf):
-                name = describe(place) + jax.tree_util.keystr(path)
-                wrong.append(f"{name} ({kind_of(leaf)})")
+    wrong = [
+        f"{name}{jax.tree_util.keystr(path)} ({kind_of(leaf)})"
+        for name, argument in arguments.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument)
+        if not is_inexact(leaf)
+    ]
     if wrong:
         raise TypeError(
             f"`{caller}` must be given floating or complex arrays to train, got "

@@ -26,7 +26,7 @@ def emitted(grads, every_k, inner=None, params=0.0, **each):
     return feed(optax_accum.accumulate(inner, every_k), grads, params, **each)[0]
 
 
-# # Optimizer semantics inside the window
+# -- Optimizer semantics inside the window
 
 
 def test_clip_sees_the_mean_and_not_the_microbatch():
@@ -121,7 +121,7 @@ def test_mean_in_float32_over_many_bfloat16_calls():
     assert state.inner_opt_state["grads"] == 1.00390625
 
 
-# # Counting, schedules, logging
+# -- Counting, schedules, logging
 
 
 def test_schedules_count_gradient_steps():
@@ -176,7 +176,7 @@ def test_the_loss_does_not_depend_on_the_number_of_microbatches(num_microbatches
     assert train_step(state, jnp.full(8, 4.0))[1]["loss"] == 4.0
 
 
-# # Pytrees and extra arguments
+# -- Pytrees and extra arguments
 
 
 def test_parameters_reach_the_wrapped_optimizer():
@@ -200,7 +200,7 @@ def test_extra_arguments_pass_through_a_chain():
     assert optax.tree.get(state, "value") == 3.0
 
 
-# # Batch arithmetic, partial windows, resume
+# -- Batch arithmetic, partial windows, resume
 
 
 def test_rows_that_n_does_not_divide_name_both_and_the_divisors():
@@ -261,7 +261,7 @@ def test_windows_cross_epochs():
     assert (state.gradient_step, state.mini_step) == (10, 1)
 
 
-# # Precision and lost micro-batches
+# -- Precision and lost micro-batches
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_every_microbatch_counts_once():
     np.testing.assert_array_equal(updates, [0, 0, 0, -3.75, 0, 0, 0, -60])
 
 
-# # What is split
+# -- What is split
 
 
 def test_only_batch_arguments_are_split():
@@ -354,7 +354,7 @@ def test_statistics_carried_in_order():
     np.testing.assert_allclose(mean, 0.9049, rtol=4 * F32_ULP)
 
 
-# # Found by running optax 0.2.8
+# -- Found by running optax 0.2.8
 
 
 NAN_FED = [np.nan, 1.0, 1.0, 1.0, 3.0, 5.0]

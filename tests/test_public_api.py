@@ -45,6 +45,10 @@ def test_all_is_what_the_package_has():
     assert all(module.startswith("_") for module in modules)
 
 
+def test_types_are_shipped():
+    assert (PACKAGE / "py.typed").exists()
+
+
 def test_version_is_that_of_the_metadata():
     assert optax_accum.__version__ == importlib.metadata.version("optax_accum")
 

@@ -134,7 +134,7 @@ def test_the_mean_reaches_the_optimizer_in_the_dtype_of_the_sum():
     assert state.opt_state["grads"] == 1.0 + 2.0**-8
 
 
-# # The literal loop of the field
+# -- The literal loop of the field
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -197,7 +197,7 @@ def test_emit_closes_the_window_of_an_accumulated_optimizer():
     assert_params_close(state.params, by_hand(optax.sgd(0.1), whole)[0])
 
 
-# # Arguments of the loss and of the optimizer
+# -- Arguments of the loss and of the optimizer
 
 
 def test_extra_arguments_reach_loss_and_optimizer():
@@ -267,7 +267,7 @@ def test_key_and_model_state(make):
     )  # which was not consumed
 
 
-# # Ownership
+# -- Ownership
 
 
 def test_the_step_consumes_its_state_and_uses_every_byte():
@@ -358,7 +358,7 @@ def test_an_optimizer_that_refuses_a_wider_gradient():
     assert state.step == 2
 
 
-# # What it costs
+# -- What it costs
 
 
 def test_one_microbatch_has_no_loop_and_no_branch():

@@ -49,7 +49,7 @@ def assert_close(actual, desired, terms=ROWS):
     jax.tree.map(close, actual, desired)
 
 
-# # The split
+# -- The split
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_rows_of_keys_are_split(params, batch):
     assert_close(grad_fn(params, batch, keys), expected)
 
 
-# # Which arguments
+# -- Which arguments
 
 
 def two_towers(a, x, b, *, y, scale=1.0):
@@ -202,7 +202,7 @@ def test_extra_arguments_pass_whole():
     np.testing.assert_array_equal(actual, teacher)
 
 
-# # Aux, keys, carried state
+# -- Aux, keys, carried state
 
 
 def test_aux_is_averaged_over_the_rows(batch):
@@ -322,7 +322,7 @@ def test_a_list_is_a_pair_too():
     assert (grads, aux["a"]) == (1.0, 1.0)
 
 
-# # What it costs
+# -- What it costs
 
 
 def jaxpr_of(num_microbatches, params, batch, **options):
@@ -421,7 +421,7 @@ def test_unroll_changes_the_loop_and_not_the_result(params, batch):
     assert_close(unrolled(params, batch), rolled(params, batch))
 
 
-# # dtypes
+# -- dtypes
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
@@ -468,7 +468,7 @@ def test_doubles(x64):
     np.testing.assert_allclose(grad, jax.grad(loss_fn)(w, x), rtol=1e-14)
 
 
-# # Devices
+# -- Devices
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -511,7 +511,7 @@ def test_inside_shard_map(batch, params):
     assert_close(run(params, batch), jax.grad(loss_fn)(params, batch))
 
 
-# # Inside other transformations
+# -- Inside other transformations
 
 
 def test_under_vmap_over_parameters(params, batch):
