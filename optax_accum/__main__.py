@@ -50,7 +50,7 @@ def _run_demo(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(
             f"the demo needs packages that optax_accum itself does not ({error}): "
-            "pip install 'optax_accum[demo]'",
+            "pip install 'optax_accum[demo]', or in a clone pip install '.[demo]'",
             file=sys.stderr,
         )
         return 1

@@ -75,7 +75,8 @@ def values_at(places: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
     """The values in these places of a call."""
 
     def value(place):
-        return (args if isinstance(place.where, int) else kwargs)[place.where]
+        in_order = isinstance(place.where, int)
+        return args[place.where] if in_order else kwargs[place.where]
 
     return Roles(*(tuple(map(value, role)) for role in places))
 

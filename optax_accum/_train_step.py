@@ -122,8 +122,8 @@ def make_train_step(
       num_microbatches: as for `value_and_grad`.
       microbatch_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
-      batch_axis: the axis of the rows, in every array of the batch. All rows are in that
-        one argument, a pytree such as ``(x, y)``; `args` are not split.
+      batch_axis: the axis of the rows, in every array of the batch. All rows are in
+        that one argument, a pytree such as ``(x, y)``; `args` are not split.
       accumulator_dtype: dtype of the sums, see `value_and_grad`. The mean reaches the
         optimizer in it.
       unroll: micro-batches in one iteration of the loop.

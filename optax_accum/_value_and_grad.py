@@ -82,11 +82,10 @@ def value_and_grad(
     `fun` is a mean over the rows it is given. With :math:`B_i` rows in micro-batch
     :math:`i` of :math:`N`, the value is :math:`\sum_i B_i f_i / \sum_i B_i`, which is
     that of all rows at once, and the gradient is its gradient. A mean over unmasked
-    tokens is not one over rows: divide the sum over tokens by what is known of the whole
-    batch, and pass that in an argument of its own, ``sum(losses * mask) / rows / share``
-    with ``share`` the tokens of a row in the mean over the batch. Each micro-batch is
-    differentiated inside the loop, so that its activations are freed before the next
-    one; beside them stands one sum of gradients, 1 P.
+    tokens is no mean over rows: write ``mean(losses * mask) / share``, and pass the
+    share of the whole batch, ``mean(mask)``, in an argument of its own. Each
+    micro-batch is differentiated inside the loop, so that its activations are freed
+    before the next one; beside them stands one sum of gradients, 1 P.
 
     The arrays in the batch arguments are split by rows: micro-batch :math:`i` takes
     rows :math:`i, i+N, i+2N, \dots` Scalars, None and what is no array in them pass

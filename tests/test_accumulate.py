@@ -521,7 +521,7 @@ def test_nested_windows_weigh_by_their_calls():
 
 
 def test_lbfgs_with_its_line_search():
-    """It passes on whatever it is given, and refuses what its value_fn does not take."""
+    """It hands whatever it is given to value_fn, and raises for what that lacks."""
     inner = optax.lbfgs()
 
     def value_fn(w):

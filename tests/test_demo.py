@@ -83,5 +83,5 @@ def test_missing_extra_is_one_line_with_the_cure(monkeypatch, capsys, module):
     assert __main__.main(["demo"]) == 1
     message = capsys.readouterr().err
     assert module in message
-    assert message.endswith("pip install 'optax_accum[demo]'\n")
+    assert "pip install 'optax_accum[demo]'" in message
     assert message.count("\n") == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from readme_example import README, readme_blocks
@@ -85,9 +86,26 @@ def test_docstring_examples_run(name):
 
 def test_readme_examples_run(capsys):
     namespace = {}
-    for block in readme_blocks():
-        exec(compile(block, "README.md", "exec"), namespace)
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        for block in readme_blocks():
+            exec(compile(block, "README.md", "exec"), namespace)
     assert capsys.readouterr().out.startswith("loss 0.")
+    assert_recipe_for_tokens_holds(namespace)
+
+
+def assert_recipe_for_tokens_holds(readme):
+    """What the README says of masked means, and what it says not to write."""
+    tokens, weights = readme["tokens"], readme["weights"]
+
+    def mean_over_tokens(params, batch):
+        losses = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        return jnp.mean(losses, where=batch["mask"])
+
+    expected = jax.grad(mean_over_tokens)(weights, tokens)["w"]
+    naive = optax_accum.grad(mean_over_tokens, num_microbatches=8)(weights, tokens)["w"]
+    atol = 1e-5 * float(jnp.max(jnp.abs(expected)))  # 10240 summands in float32
+    np.testing.assert_allclose(readme["token_grads"]["w"], expected, atol=atol)
+    assert np.max(np.abs(naive - expected)) > 10 * atol
 
 
 def test_state_docstrings_name_every_field():
