@@ -29,7 +29,7 @@ class Scenario(NamedTuple):
     turn_seconds: float  # a turn repeats the window until it lasts about so long
 
 
-FULL = Scenario((64, *14 * (384,), 16), 8, 4, rounds=20, turn_seconds=0.02)
+FULL = Scenario((64, *14 * (384,), 16), 8, 4, rounds=20, turn_seconds=0.2)
 QUICK = Scenario((8, 16, 4), 4, 2, rounds=3, turn_seconds=0.001)
 
 
