@@ -16,7 +16,6 @@ from optax_accum._checks import (
     check_accumulator_dtype,
     check_callable,
     check_choice,
-    check_count,
     check_flag,
     check_scalar,
     check_weight,
@@ -24,14 +23,21 @@ from optax_accum._checks import (
 )
 from optax_accum._numerics import (
     add,
-    kind_of,
     settle,
     weight_dtype,
     zero_sums,
 )
 from optax_accum._optimizer import Flag, step_if, update_inner
 from optax_accum._skip import SkipFn
-from optax_accum._window import Reduction, Window, add_call, reduce_call, reduce_window
+from optax_accum._window import (
+    Reduction,
+    Window,
+    add_call,
+    check_every_k,
+    reduce_call,
+    reduce_window,
+    window_length,
+)
 
 OnSkip = Literal["microbatch", "window", "ignore"]
 
@@ -142,82 +148,27 @@ def accumulate(
       Ott et al., `Scaling Neural Machine Translation
       <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.2 (delayed updates).
     """
-    inner = _check_inner(inner)
-    every_k = _check_every_k(every_k)
-    if skip_fn is not None:
-        check_callable("accumulate(skip_fn=...)", skip_fn)
     check_choice("accumulate(reduction=...)", reduction, get_args(Reduction))
     check_choice("accumulate(on_skip=...)", on_skip, get_args(OnSkip))
     check_accumulator_dtype("accumulate", accumulator_dtype)
-    every_call = every_k == 1  # every call is a window: nothing to add up
-    drops = skip_fn is not None and on_skip == "window"
+    if skip_fn is not None:
+        check_callable("accumulate(skip_fn=...)", skip_fn)
+    rules = _Rules(
+        inner=_check_inner(inner),
+        every_k=check_every_k(every_k),
+        reduction=reduction,
+        accumulator_dtype=accumulator_dtype,
+        skip_fn=skip_fn,
+        on_skip=on_skip,
+    )
 
     def init_fn(params):
-        scalar = weight_dtype(params, accumulator_dtype)
-        return AccumulateState(
-            mini_step=jnp.zeros((), jnp.int32),
-            gradient_step=jnp.zeros((), jnp.int32),
-            inner_opt_state=settle(inner.init(params)),
-            acc_grads=() if every_call else zero_sums(params, accumulator_dtype),
-            acc_weight=jnp.zeros((), scalar),
-            acc_value=jnp.zeros((), scalar),
-            emitted=jnp.zeros((), bool),
-            skipped=jnp.zeros((), jnp.int32),
-            dropped=jnp.zeros((), bool),
-        )
+        return _init(rules, params)
 
     def update_fn(
         updates, state, params=None, *, weight=1, value=None, emit=None, **extra_args
     ):
-        _check_made_for(state, updates, every_call)
-        emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
-        skip = _decide(skip_fn, updates, params)
-        weight = check_weight("accumulate(...).update(weight=...)", weight)
-        weight = weight if skip is False else jnp.where(skip, 0, weight)
-        call = Window(updates, weight, _check_value(value))
-
-        if every_call:
-            window, mini_step, closes = call, state.mini_step, True
-        else:
-            sums = Window(state.acc_grads, state.acc_weight, state.acc_value)
-            window = add_call(sums, call)
-            counted = _not(skip) if on_skip == "ignore" else True
-            mini_step = add(state.mini_step, counted)
-            full = mini_step >= _window_length(every_k, state.gradient_step)
-            closes = full & counted | emit
-        dropped = state.dropped | skip if drops else False
-        steps = closes & (window.weight != 0) & _not(dropped)
-
-        def update(mean):
-            inner_state = state.inner_opt_state
-            extra = _with_means(extra_args, mean, inner_state)
-            return update_inner(inner, mean.grads, updates, inner_state, params, extra)
-
-        def step():
-            if every_call:
-                return update(reduce_call(call, reduction))
-            return update(reduce_window(window, call, reduction))
-
-        # The updates leave in the dtypes that `inner` alone gives for what came in.
-        outgoing = jax.eval_shape(lambda: update(call)[0])
-        emitted, inner_opt_state = step_if(
-            steps, step, updates, outgoing, state.inner_opt_state
-        )
-        state = state._replace(
-            gradient_step=_count(state.gradient_step, steps),
-            inner_opt_state=inner_opt_state,
-            emitted=jnp.asarray(steps),
-            skipped=_count(state.skipped, skip),
-        )
-        if every_call:
-            return emitted, state
-        return emitted, state._replace(
-            mini_step=_zero_if(closes, mini_step),
-            acc_grads=window.grads,
-            acc_weight=_zero_if(closes, window.weight),
-            acc_value=window.value,
-            dropped=_not(closes) & dropped,
-        )
+        return _update(rules, updates, state, params, weight, value, emit, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -264,23 +215,122 @@ def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
     return [leaf for leaf in leaves if is_state(leaf)]
 
 
+class _Rules(NamedTuple):
+    """What `accumulate` was told."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every_k: int | Callable[[jax.Array], ArrayLike]
+    reduction: Reduction
+    accumulator_dtype: DTypeLike | None
+    skip_fn: SkipFn | None
+    on_skip: OnSkip
+
+    @property
+    def every_call(self) -> bool:
+        """Every call is a window, so that there is nothing to add up."""
+        return self.every_k == 1
+
+
+class _Progress(NamedTuple):
+    """Where a call brings the window."""
+
+    window: Window
+    mini_step: jax.Array
+    dropped: Flag
+    closes: Flag  # with this call
+    steps: Flag  # the wrapped optimizer, with this call
+
+
+def _init(rules: _Rules, params: optax.Params) -> AccumulateState:
+    dtype = rules.accumulator_dtype
+    scalar = weight_dtype(params, dtype)
+    return AccumulateState(
+        mini_step=jnp.zeros((), jnp.int32),
+        gradient_step=jnp.zeros((), jnp.int32),
+        inner_opt_state=settle(rules.inner.init(params)),
+        acc_grads=() if rules.every_call else zero_sums(params, dtype),
+        acc_weight=jnp.zeros((), scalar),
+        acc_value=jnp.zeros((), scalar),
+        emitted=jnp.zeros((), bool),
+        skipped=jnp.zeros((), jnp.int32),
+        dropped=jnp.zeros((), bool),
+    )
+
+
+def _update(rules, updates, state, params, weight, value, emit, extra_args):
+    """Updates and state after a call: of a step at a boundary, else zeros."""
+    _check_made_for(state, updates, rules.every_call)
+    emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
+    skip = _decide(rules.skip_fn, updates, params)
+    call = Window(updates, _weigh(weight, skip), _check_value(value))
+    progress = _add(rules, state, call, skip, emit)
+
+    def update(mean):
+        inner_state = state.inner_opt_state
+        extra = _with_means(extra_args, mean, inner_state)
+        return update_inner(
+            rules.inner, mean.grads, updates, inner_state, params, extra
+        )
+
+    def step():
+        if rules.every_call:
+            return update(reduce_call(call, rules.reduction))
+        return update(reduce_window(progress.window, call, rules.reduction))
+
+    # The updates leave in the dtypes that the inner optimizer alone gives for these.
+    outgoing = jax.eval_shape(lambda: update(call)[0])
+    emitted, inner_opt_state = step_if(
+        progress.steps, step, updates, outgoing, state.inner_opt_state
+    )
+    state = state._replace(
+        gradient_step=_count(state.gradient_step, progress.steps),
+        inner_opt_state=inner_opt_state,
+        emitted=jnp.asarray(progress.steps),
+        skipped=_count(state.skipped, skip),
+    )
+    return emitted, state if rules.every_call else _keep_window(state, progress)
+
+
+def _add(
+    rules: _Rules, state: AccumulateState, call: Window, skip: Flag, emit: Flag
+) -> _Progress:
+    """The window with `call` in it, and whether that closes it."""
+    drops = rules.skip_fn is not None and rules.on_skip == "window"
+    dropped = state.dropped | skip if drops else False
+    if rules.every_call:
+        window, mini_step, closes = call, state.mini_step, True
+    else:
+        sums = Window(state.acc_grads, state.acc_weight, state.acc_value)
+        window = add_call(sums, call)
+        counted = _not(skip) if rules.on_skip == "ignore" else True
+        mini_step = add(state.mini_step, counted)
+        full = mini_step >= window_length(rules.every_k, state.gradient_step)
+        closes = full & counted | emit
+    steps = closes & (window.weight != 0) & _not(dropped)
+    return _Progress(window, mini_step, dropped, closes, steps)
+
+
+def _keep_window(state: AccumulateState, progress: _Progress) -> AccumulateState:
+    """`state` with the open window in it, of which nothing counts once it is closed."""
+    window, closes = progress.window, progress.closes
+    return state._replace(
+        mini_step=_zero_if(closes, progress.mini_step),
+        acc_grads=window.grads,
+        acc_weight=_zero_if(closes, window.weight),
+        acc_value=window.value,
+        dropped=jnp.asarray(_not(closes) & progress.dropped),
+    )
+
+
 def _decide(skip_fn: SkipFn | None, grads: Any, params: Any) -> Flag:
     if skip_fn is None:
         return False
     return check_flag("accumulate(skip_fn=...)", skip_fn(grads, params))
 
 
-def _window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLike:
-    if not callable(every_k):
-        return every_k
-    length = jnp.asarray(every_k(gradient_step))
-    if length.shape != () or not jnp.issubdtype(length.dtype, jnp.integer):
-        raise TypeError(
-            "`accumulate(every_k=schedule)` must return an integer scalar, got "
-            f"{kind_of(length)}; round an optax schedule: "
-            "`lambda step: jnp.rint(schedule(step)).astype(jnp.int32)`."
-        )
-    return length.astype(jnp.int32)
+def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
+    weight = check_weight("accumulate(...).update(weight=...)", weight)
+    return weight if skip is False else jnp.where(skip, 0, weight)
 
 
 def _with_means(
@@ -325,18 +375,6 @@ def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
             "alone, `accumulate(optax.identity(), every_k=4)` is one."
         )
     return optax.with_extra_args_support(inner)
-
-
-def _check_every_k(every_k: Any) -> int | Callable:
-    if isinstance(every_k, optax.GradientTransformation):
-        raise TypeError(
-            "`accumulate(every_k=...)` must be an integer or a schedule, got a "
-            "gradient transformation; the optimizer comes first: "
-            "`accumulate(optimizer, every_k)`."
-        )
-    if callable(every_k):
-        return every_k
-    return check_count("accumulate(every_k=...)", every_k)
 
 
 def _check_value(value: Any) -> jax.Array | None:

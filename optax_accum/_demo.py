@@ -160,10 +160,8 @@ def load_rows() -> tuple[Rows, Rows]:
     order = np.random.default_rng(0).permutation(len(labels))
     images = np.reshape(pixels[order], (-1, 8, 8, 1)).astype(np.float32) / 16
     rows = {"image": images, "label": labels[order].astype(np.int32)}
-    return (
-        {name: array[TEST_SIZE:] for name, array in rows.items()},
-        {name: array[:TEST_SIZE] for name, array in rows.items()},
-    )
+    test = {name: array[:TEST_SIZE] for name, array in rows.items()}
+    return {name: array[TEST_SIZE:] for name, array in rows.items()}, test
 
 
 def draw_batches(rows: Rows, steps: int) -> list[Rows]:

@@ -1,13 +1,42 @@
-"""The sums of a window: how a call is added, and what they come to."""
+"""The window: how many calls it has, how a call is added, what they come to."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
+from optax_accum._checks import check_count
 from optax_accum._numerics import add, divide, is_none, kind_of, scale, sum_dtype
 
 Reduction = Literal["mean", "sum"]
+
+
+def check_every_k(every_k: Any) -> int | Callable:
+    if isinstance(every_k, optax.GradientTransformation):
+        raise TypeError(
+            "`accumulate(every_k=...)` must be an integer or a schedule, got a "
+            "gradient transformation; the optimizer comes first: "
+            "`accumulate(optimizer, every_k)`."
+        )
+    if callable(every_k):
+        return every_k
+    return check_count("accumulate(every_k=...)", every_k)
+
+
+def window_length(every_k: int | Callable, gradient_step: jax.Array) -> ArrayLike:
+    if not callable(every_k):
+        return every_k
+    length = jnp.asarray(every_k(gradient_step))
+    if length.shape != () or not jnp.issubdtype(length.dtype, jnp.integer):
+        raise TypeError(
+            "`accumulate(every_k=schedule)` must return an integer scalar, got "
+            f"{kind_of(length)}; round an optax schedule: "
+            "`lambda step: jnp.rint(schedule(step)).astype(jnp.int32)`."
+        )
+    return length.astype(jnp.int32)
 
 
 class Window(NamedTuple):
