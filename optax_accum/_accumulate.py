@@ -21,12 +21,7 @@ from optax_accum._checks import (
     check_weight,
     shown,
 )
-from optax_accum._numerics import (
-    add,
-    settle,
-    weight_dtype,
-    zero_sums,
-)
+from optax_accum._numerics import add, settle, weight_dtype, zero_sums
 from optax_accum._optimizer import Flag, step_if, update_inner
 from optax_accum._skip import SkipFn
 from optax_accum._window import (
