@@ -54,22 +54,25 @@ def fill(readme: str, figures: str) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The table in Markdown, and what it was made of and by."""
+    """A table in Markdown for each optimizer, and what they were made of and by."""
     records = results["records"]
-    optimizers = list(dict.fromkeys(record["optimizer"] for record in records))
-    head = ["method"]
-    for optimizer in optimizers:
-        head += [f"{optimizer}: time / limit", "time / MultiSteps", "memory, P"]
-    rows = {record["method"]: [record["method"]] for record in records}
+    optimizers = dict.fromkeys(record["optimizer"] for record in records)
+    tables = [
+        render_table([r for r in records if r["optimizer"] == optimizer])
+        for optimizer in optimizers
+    ]
+    return "\n\n".join([*tables, render_origin(results)])
+
+
+def render_table(records: list[dict[str, Any]]) -> str:
+    """The records of one optimizer, a method in each row."""
+    references = list(records[0]["ratios"])
+    head = [records[0]["optimizer"], *(f"time / {name}" for name in references)]
+    table = [[*head, "memory, P"], ["---", *["---:"] * (len(references) + 1)]]
     for record in records:
-        rows[record["method"]] += [
-            render_ratio(record, "limit"),
-            render_ratio(record, "MultiSteps"),
-            render_memory(record),
-        ]
-    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows.values()]
-    lines = [f"| {' | '.join(row)} |" for row in table]
-    return "\n".join([*lines, "", render_origin(results)])
+        ratios = [render_ratio(record, reference) for reference in references]
+        table.append([record["method"], *ratios, render_memory(record)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
 def render_ratio(record: dict[str, Any], reference: str) -> str:

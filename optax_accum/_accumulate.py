@@ -129,6 +129,8 @@ def accumulate(
       TypeError: `inner` is no gradient transformation, or `every_k` neither an integer
         nor a callable.
       ValueError: `every_k` is smaller than 1, or `reduction` or `on_skip` is unknown.
+      TypeError: from ``update``, where the state of `inner` would change its kind, as
+        from None to an array or from integers to floats.
 
     Examples:
       >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2)

@@ -24,7 +24,7 @@ class Argument(NamedTuple):
 
     num: int | None
     name: str | None
-    is_optional: bool = False  # has a default, so that a call may lack it
+    has_default: bool = False
 
 
 class Roles(NamedTuple):
@@ -62,13 +62,22 @@ def name_arguments(
 
 
 def find(caller: str, roles: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
-    """The places of all arguments in a call."""
-    found = (
-        [_find(caller, argument, args, kwargs) for argument in role] for role in roles
-    )
-    places = Roles(*(tuple(p for p in role if p is not None) for role in found))
-    check_disjoint(caller, places)
-    return places
+    """The places of all arguments in a call.
+
+    What is split or folded may be left out of a call where it has a default.
+    """
+
+    def places(role):
+        may_lack = role in ("split", "folded")
+        found = [
+            _find(caller, argument, args, kwargs, may_lack and argument.has_default)
+            for argument in getattr(roles, role)
+        ]
+        return tuple(place for place in found if place is not None)
+
+    found = Roles(*map(places, Roles._fields))
+    check_disjoint(caller, found)
+    return found
 
 
 def values_at(places: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
@@ -94,29 +103,36 @@ def replace(
 
 def check_disjoint(caller: str, roles: Roles) -> None:
     """Each argument has one role: what is split cannot be differentiated as well."""
-    roles_of: dict[str, list[str]] = {}
+    role_of: dict[Any, str] = {}
     for role, members in roles._asdict().items():
         for member in members:
-            name = member.label if isinstance(member, Place) else _label(member)
-            roles_of.setdefault(name, []).append(role)
-    for name, several in roles_of.items():
-        if len(several) > 1:
-            raise ValueError(
-                f"`{caller}` must name each argument in one role, once, got argument "
-                f"`{name}` as {' and as '.join(several)}; give each its own argument."
+            is_found = isinstance(member, Place)
+            key, name = (
+                (member.where, member.label) if is_found else (member, _label(member))
             )
+            if key in role_of:
+                raise ValueError(
+                    f"`{caller}` must name each argument in one role, once, got "
+                    f"argument `{name}` as {role_of[key]} and as {role}; give each its "
+                    "own argument."
+                )
+            role_of[key] = role
 
 
 def _find(
-    caller: str, argument: Argument, args: Sequence, kwargs: dict[str, Any]
+    caller: str,
+    argument: Argument,
+    args: Sequence,
+    kwargs: dict[str, Any],
+    may_lack: bool,
 ) -> Place | None:
-    num, name, is_optional = argument
+    num, name, _ = argument
     if num is not None and -len(args) <= num < len(args):
         num %= len(args)
         return Place(num, name or f"args[{num}]")
     if name is not None and name in kwargs:
         return Place(name, name)
-    if is_optional:
+    if may_lack:
         return None
     raise ValueError(
         f"`{caller}` must find argument `{_label(argument)}` in every call, got "
@@ -137,12 +153,24 @@ def _parameters(fun: Callable) -> Iterable[inspect.Parameter]:
 
 
 def _complete(argument: Argument, parameters: Iterable[inspect.Parameter]) -> Argument:
-    """Fills in the other way to pass the same argument, where the signature tells."""
+    """Fills in what the signature tells: the other way to pass it, and a default."""
     for num, parameter in enumerate(parameters):
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            if argument.num == num or argument.name == parameter.name:
-                has_default = parameter.default is not inspect.Parameter.empty
-                return Argument(num, parameter.name, has_default)
+        by_num = parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        by_name = parameter.kind in (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if (by_num and num == argument.num) or (
+            by_name and parameter.name == argument.name
+        ):
+            return Argument(
+                num if by_num else None,
+                parameter.name if by_name else None,
+                parameter.default is not inspect.Parameter.empty,
+            )
     return argument
 
 

@@ -15,6 +15,7 @@ from optax_accum._numerics import (
     cast_as,
     find_difference,
     global_norm,
+    is_numeric,
     kind_of,
     settle,
     widen,
@@ -54,9 +55,9 @@ def init_train_state(
     """Makes the state that `make_train_step`'s function takes.
 
     The state owns `params` and `model_state`: the first step consumes their buffers
-    (``make_train_step(..., donate=False)`` keeps them). The key is copied, and so is an
-    array that occurs twice, as in tied weights or an optimizer that keeps the initial
-    parameters, for a buffer can be given away once only.
+    (``make_train_step(..., donate=False)`` keeps them). Keys and scalars are copied,
+    and so is an array that occurs twice, as in tied weights or an optimizer that keeps
+    the initial parameters, for a buffer can be given away once only.
 
     Args:
       params: pytree of floating or complex arrays.
@@ -85,7 +86,7 @@ def init_train_state(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=settle(optimizer.init(params)),
-            key=None if key is None else jnp.copy(key),
+            key=key,
             model_state=settle(model_state),
         )
     )
@@ -117,8 +118,10 @@ def make_train_step(
         Where it has a ``model_state``, the loss takes that keyword and returns the new
         one beside the loss: ``(loss, new)``, with `has_aux` ``(loss, (new, aux))``.
       optimizer: the one that made the state. Its ``update`` also receives
-        ``weight=`` (the rows of the call) and ``value=`` (the mean loss), for those who
-        take extra arguments, and whatever is passed as `extra`.
+        ``weight=`` (the rows of the call) and ``value=`` (the mean loss), if it takes
+        extra arguments, and whatever arrays are passed as `extra`, which go first. (A
+        function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
+        a loop of yours.)
       num_microbatches: as for `value_and_grad`.
       microbatch_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
@@ -177,7 +180,7 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": global_norm(grads),
-            "weight": jnp.asarray(means.rows, loss.dtype),
+            "weight": jnp.asarray(given["weight"], loss.dtype),
             "emitted": _has_stepped(opt_state),
         }
         return (
@@ -223,15 +226,28 @@ def _has_stepped(opt_state: optax.OptState) -> jax.Array:
 
 
 def _own(tree: Any) -> Any:
-    """`tree` with every array once, so that each buffer can be given away."""
+    """`tree` with every buffer once, so that each can be given away.
+
+    Keys and scalars are copied in any case: an optimizer may have got them from its
+    maker, who uses them again.
+    """
     seen = set()
 
     def own(leaf):
-        leaf = jnp.copy(leaf) if id(leaf) in seen else leaf
-        seen.add(id(leaf))
+        if jnp.ndim(leaf) == 0 or is_key(leaf) or _buffer(leaf) in seen:
+            leaf = jnp.copy(leaf)
+        seen.add(_buffer(leaf))
         return leaf
 
     return jax.tree.map(own, tree)
+
+
+def _buffer(leaf: jax.Array) -> Any:
+    """What two arrays have in common if they are one in memory."""
+    if isinstance(leaf, jax.core.Tracer) or not is_numeric(leaf):
+        return id(leaf)
+    shards = (shard.data for shard in leaf.addressable_shards)
+    return tuple(data.unsafe_buffer_pointer() for data in shards if data.size)
 
 
 def _check_key(key: Any) -> None:
@@ -260,7 +276,7 @@ def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
 
 
 def _check_emit(opt_state: Any, extra: dict[str, Any]) -> None:
-    if "emit" in extra and not accumulate_states(opt_state):
+    if extra.get("emit") is not None and not accumulate_states(opt_state):
         raise ValueError(
             "`train_step(state, batch, emit=...)` must be given to an optimizer that "
             "keeps a window between calls, got one that steps at every call; wrap it "

@@ -234,7 +234,7 @@ def accumulate_gradients(
     check_accumulator_dtype(caller, accumulator_dtype)
     batch_axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
     unroll = check_unroll(caller, unroll)
-    check_callable(f"{caller}(fun)", fun)
+    check_callable(f"the first argument of {caller}", fun)
 
     def accumulated(roles, args, kwargs):
         places = find(caller, roles, args, kwargs)

@@ -67,10 +67,10 @@ def make_results(optimizers, methods):
 
 
 FIGURES = """\
-| method | AdamW: time / limit | time / MultiSteps | memory, P |
-| --- | ---: | ---: | ---: |
-| limit | 1 | 1.25 (0.50–9.00) | 3.00 + 1.50 |
-| accumulate | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
+| AdamW | time / limit | time / hand-written scan | time / MultiSteps | memory, P |
+| --- | ---: | ---: | ---: | ---: |
+| limit | 1 | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
+| accumulate | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
 
 Time of one window: the median of its ratios to the other method's in the same round, \
 and their quartiles, over 20 rounds. Memory: arguments + temporaries of the largest \
@@ -139,10 +139,10 @@ def test_render_gives_a_row_for_each_method():
     assert readme.render(make_results(["AdamW"], ["limit", "accumulate"])) == FIGURES
 
 
-def test_render_puts_optimizers_side_by_side():
-    lines = readme.render(make_results(["AdamW", "Muon"], ["limit"])).splitlines()
-    assert lines[0].count("time / limit") == 2
-    assert {line.count("|") for line in lines[:3]} == {8}
+def test_render_gives_a_table_for_each_optimizer():
+    text = readme.render(make_results(["AdamW", "Muon"], ["limit"]))
+    assert text.count("| time / limit |") == 2
+    assert text.index("| AdamW |") < text.index("| Muon |")
 
 
 def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):

@@ -319,6 +319,18 @@ CASES = {
         lambda: grad(loss_fn, argnames="x", batch_argnums=1),
         lambda: grad(loss_fn, argnames="w", batch_argnums=1),
     ),
+    "a split argument differentiated from behind": (
+        ValueError,
+        ["`x`", "as differentiated and as split"],
+        lambda: grad(loss_fn, argnums=-1)(1.0, X),
+        lambda: grad(loss_fn, argnums=-2)(1.0, X),
+    ),
+    "a differentiated argument left out": (
+        ValueError,
+        ["argument `v`", "2 positional arguments"],
+        lambda: grad(lambda w, x, v=1.0: jnp.mean(w * x * v), argnums=2)(1.0, X),
+        lambda: grad(lambda w, x, v=1.0: jnp.mean(w * x * v), argnums=2)(1.0, X, 2.0),
+    ),
     "an argument named twice": (
         ValueError,
         ["`w`", "one role, once"],
@@ -359,7 +371,7 @@ CASES = {
     ),
     "no function": (
         TypeError,
-        ["value_and_grad", "a function", "got 3"],
+        ["first argument of value_and_grad", "a function", "got 3"],
         lambda: grad(3),
         lambda: grad(loss_fn),
     ),

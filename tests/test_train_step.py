@@ -306,6 +306,29 @@ def test_arrays_that_occur_twice_are_copied():
     assert state.step == 1
 
 
+def test_one_array_under_two_objects_is_copied():
+    x = jnp.ones(2)
+    view = jax.device_put(x, x.devices().pop())
+    assert view is not x
+    optimizer = optax.sgd(0.1)
+    state = optax_accum.init_train_state({"a": x, "b": view}, optimizer)
+    train_step = optax_accum.make_train_step(
+        lambda p, x: jnp.mean(x) * jnp.sum(p["a"] * p["b"]), optimizer
+    )
+    assert train_step(state, jnp.ones(2))[0].step == 1
+
+
+def test_a_key_that_an_optimizer_was_made_with_is_not_consumed():
+    key = jax.random.key(0)
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, key=key), optax.sgd(0.1))
+    train_step = optax_accum.make_train_step(lambda w, x: jnp.mean(w * x), optimizer)
+    for _ in range(2):  # two runs with one optimizer
+        state = optax_accum.init_train_state(1.0, optimizer)
+        with jax.numpy_dtype_promotion("standard"):
+            train_step(state, jnp.ones(2))
+    assert not key.is_deleted()
+
+
 def test_weakly_typed_and_numpy_parameters_compile_once():
     params = {"a": 1.0, "b": np.ones(3, np.float32), "c": jnp.asarray(2.0)}
     optimizer = optax.adam(0.1)

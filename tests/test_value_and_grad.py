@@ -312,6 +312,14 @@ def test_a_batch_argument_with_a_default_may_be_left_out():
     assert grad_fn(1.0, x, mask) == grad_fn(1.0, x, mask=mask) == 0.25
 
 
+def test_a_key_with_a_default_may_be_left_out_in_whatever_place():
+    def loss_fn(w, x, *, key=None):
+        return jnp.mean(w * x) + (0.0 if key is None else jax.random.normal(key))
+
+    grad_fn = optax_accum.grad(loss_fn, num_microbatches=2, rng_argnames="key")
+    assert grad_fn(1.0, jnp.ones(4)) == grad_fn(1.0, jnp.ones(4), key=jax.random.key(0))
+
+
 def test_a_list_is_a_pair_too():
     def loss_fn(w, x):
         return [jnp.mean(w * x), {"a": 1.0}]
