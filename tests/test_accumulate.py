@@ -769,6 +769,17 @@ def test_restored_under_a_smaller_every_k_closes_at_the_next_call():
     assert update == -2.5 and state.mini_step == 0
 
 
+def test_an_ignored_call_does_not_close_an_overfull_window():
+    """As if it had never been made: the next call that counts closes."""
+    options = {"skip_fn": optax_accum.skip_nonfinite, "on_skip": "ignore"}
+    _, state = feed(sgd(every_k=4, **options), [1.0, 2.0, 3.0])
+    tx = sgd(every_k=2, **options)
+    update, state = tx.update(jnp.array(np.nan), state)
+    assert update == 0.0 and state.mini_step == 3
+    update, state = tx.update(jnp.array(4.0), state)
+    assert update == -2.5
+
+
 def test_restored_under_a_larger_every_k_goes_on_filling():
     _, state = feed(sgd(every_k=2), [1.0])
     tx = sgd(every_k=3)
