@@ -154,7 +154,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def settle(tree: Any) -> Any:
-    """`tree` with every number an array of a definite dtype, in memory of its own.
+    """`tree` with every number a JAX array of a definite dtype.
 
     A weakly typed leaf changes its type at the first update, which costs a second
     compilation and is no ``lax.scan`` carry.

@@ -137,8 +137,9 @@ def make_train_step(
     Returns:
       A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
       metrics are scalars: ``loss``, the mean over all rows; ``grad_norm``, the global
-      norm of the mean gradient, before any clipping; ``weight``, the rows; ``emitted``,
-      whether an optimizer wrapped by `accumulate` stepped, else True; and ``aux``.
+      norm of the mean gradient, before any clipping; ``weight``, what the call weighs,
+      its rows unless `extra` says otherwise; ``emitted``, whether an optimizer wrapped
+      by `accumulate` stepped, else True; and ``aux``.
 
     Raises:
       TypeError: as `value_and_grad`.

@@ -75,6 +75,26 @@ def assert_bits_equal(actual, desired):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def sum_by_hand(loss_fn, params, batch, num_microbatches):
+    """Losses and summed gradients in a plain scan, as everybody writes it."""
+    microbatches = jax.tree.map(
+        lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch
+    )
+
+    def body(sums, microbatch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, microbatch)
+        return jax.tree.map(jnp.add, sums, grads), loss
+
+    sums, losses = jax.lax.scan(
+        body, jax.tree.map(jnp.zeros_like, params), microbatches
+    )
+    return losses, sums
+
+
+def temporary_bytes(step, *args):
+    return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
 def recorder(names=()):
     """An inner optimizer whose state is what it was last given."""
 

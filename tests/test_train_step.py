@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import F32_ULP, assert_bits_equal, recorder, types
+from helpers import (
+    F32_ULP,
+    assert_bits_equal,
+    recorder,
+    sum_by_hand,
+    temporary_bytes,
+    types,
+)
 
 import optax_accum
 
@@ -400,28 +407,17 @@ def test_temporaries_are_those_of_the_hand_written_scan():
 
     def hand_written(state, batch):
         params, opt_state = state
-        parts = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), batch)
-
-        def body(sums, part):
-            loss, grads = jax.value_and_grad(loss_fn)(params, part)
-            return jax.tree.map(jnp.add, sums, grads), loss
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        sums, losses = jax.lax.scan(body, zeros, parts)
+        losses, sums = sum_by_hand(loss_fn, params, batch, 4)
         grads = jax.tree.map(lambda s: s / 4, sums)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), jnp.mean(losses)
 
-    def temporaries(step, state):
-        compiled = step.lower(state, batch).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
     ours = optax_accum.make_train_step(loss_fn, optimizer, num_microbatches=4)
     theirs = jax.jit(hand_written, donate_argnums=0)
     state = optax_accum.init_train_state(params, optimizer)
-    limit = 1.02 * temporaries(theirs, (params, optimizer.init(params)))
-    assert temporaries(ours, state) <= limit
+    limit = 1.02 * temporary_bytes(theirs, (params, optimizer.init(params)), batch)
+    assert temporary_bytes(ours, state, batch) <= limit
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
