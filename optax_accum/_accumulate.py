@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._checks import (
-    check_accumulator_dtype,
+    check_accumulator,
     check_callable,
     check_choice,
     check_flag,
@@ -21,9 +21,10 @@ from optax_accum._checks import (
     check_weight,
     shown,
 )
-from optax_accum._numerics import add, settle, weight_dtype, zero_sums
+from optax_accum._numerics import add, settle, weight_dtype
 from optax_accum._optimizer import Flag, step_if, update_inner
 from optax_accum._skip import SkipFn
+from optax_accum._sums import zero_sums
 from optax_accum._window import (
     Reduction,
     Window,
@@ -72,6 +73,7 @@ def accumulate(
     *,
     reduction: Reduction = "mean",
     accumulator_dtype: DTypeLike | None = None,
+    compensated: bool = False,
     skip_fn: SkipFn | None = None,
     on_skip: OnSkip = "microbatch",
 ) -> optax.GradientTransformationExtraArgs:
@@ -116,6 +118,9 @@ def accumulate(
         The mean reaches `inner` in this precision, unless `inner` accepts no other
         dtype than that of the incoming gradients; updates leave in the dtype that
         `inner` alone would give for those.
+      compensated: whether a sum of fewer than 32 bits keeps beside it what rounding
+        took, in as many bits again. Where `acc_grads` must be narrow: it is as large as
+        one in float32, and less exact.
       skip_fn: decides whether a call is left out; see `skip_nonfinite` and
         `skip_norm_above`.
       on_skip: what becomes of a skipped call. ``"microbatch"``: it counts as a call
@@ -147,7 +152,7 @@ def accumulate(
     """
     check_choice("accumulate(reduction=...)", reduction, get_args(Reduction))
     check_choice("accumulate(on_skip=...)", on_skip, get_args(OnSkip))
-    check_accumulator_dtype("accumulate", accumulator_dtype)
+    check_accumulator("accumulate", accumulator_dtype, compensated)
     if skip_fn is not None:
         check_callable("accumulate(skip_fn=...)", skip_fn)
     rules = _Rules(
@@ -155,6 +160,7 @@ def accumulate(
         every_k=check_every_k(every_k),
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
+        compensated=compensated,
         skip_fn=skip_fn,
         on_skip=on_skip,
     )
@@ -219,6 +225,7 @@ class _Rules(NamedTuple):
     every_k: int | Callable[[jax.Array], ArrayLike]
     reduction: Reduction
     accumulator_dtype: DTypeLike | None
+    compensated: bool
     skip_fn: SkipFn | None
     on_skip: OnSkip
 
@@ -241,11 +248,12 @@ class _Progress(NamedTuple):
 def _init(rules: _Rules, params: optax.Params) -> AccumulateState:
     dtype = rules.accumulator_dtype
     scalar = weight_dtype(params, dtype)
+    sums = zero_sums(params, dtype, rules.compensated)
     return AccumulateState(
         mini_step=jnp.zeros((), jnp.int32),
         gradient_step=jnp.zeros((), jnp.int32),
         inner_opt_state=settle(rules.inner.init(params)),
-        acc_grads=() if rules.every_call else zero_sums(params, dtype),
+        acc_grads=() if rules.every_call else sums,
         acc_weight=jnp.zeros((), scalar),
         acc_value=jnp.zeros((), scalar),
         emitted=jnp.zeros((), bool),

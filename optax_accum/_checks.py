@@ -77,7 +77,16 @@ def check_weight(argument: str, weight: Any) -> float | jax.Array:
     return float(weight)
 
 
-def check_accumulator_dtype(caller: str, dtype: DTypeLike | None) -> None:
+def check_accumulator(
+    caller: str, dtype: DTypeLike | None, compensated: bool = False
+) -> None:
+    if compensated and (dtype is None or jnp.dtype(dtype).itemsize >= 4):
+        got = "None" if dtype is None else jnp.dtype(dtype).name
+        raise ValueError(
+            f"`{caller}(compensated=True)` must come with an `accumulator_dtype` "
+            f"narrower than float32, got {got}; sums in float32, the default, are as "
+            "large as a compensated one of 16 bits and more exact."
+        )
     if dtype is None:
         return
     argument = f"{caller}(accumulator_dtype=...)"

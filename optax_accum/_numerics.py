@@ -35,6 +35,13 @@ def is_inexact(leaf: Any) -> bool:
     return is_numeric(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
+def is_real(leaf: Any) -> bool:
+    """True for what can be compared: numbers that are not complex."""
+    return is_numeric(leaf) and not jnp.issubdtype(
+        jnp.result_type(leaf), jnp.complexfloating
+    )
+
+
 def kind_of(leaf: Any) -> str:
     """A leaf as an error shall call it: ``float32[3,4]``, or the name of its type."""
     if not is_array(leaf):
@@ -81,21 +88,6 @@ def sum_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype
     return jnp.dtype(jnp.float32)
 
 
-def zero_sums(tree: Any, requested: DTypeLike | None = None) -> Any:
-    """Zeros in the dtype of the sum for each numeric leaf, None for any other.
-
-    ``zeros_like`` rather than ``zeros``: it keeps a leaf's sharding, and inside
-    ``shard_map`` the axes over which the leaf varies.
-    """
-
-    def zero(leaf):
-        if not is_numeric(leaf):
-            return None
-        return jnp.zeros_like(leaf, sum_dtype(jnp.result_type(leaf), requested))
-
-    return jax.tree.map(zero, tree)
-
-
 def weight_dtype(tree: Any, requested: DTypeLike | None = None) -> jnp.dtype:
     """The dtype of weights and values: float64 where any sum of `tree` is."""
     sums = [
@@ -138,6 +130,14 @@ def divide(total: ArrayLike, divisor: ArrayLike) -> Any:
     total = jnp.asarray(total)
     wide = sum_dtype(total.dtype)
     return (total.astype(wide) / jnp.asarray(divisor, wide)).astype(total.dtype)
+
+
+def ratio(total: ArrayLike, weight: ArrayLike) -> jax.Array:
+    """``total / weight``, and 0 where the weight is 0, whatever the total."""
+    total, weight = jnp.asarray(total), jnp.asarray(weight)
+    weighs = weight != 0
+    quotient = divide(total, jnp.where(weighs, weight, jnp.ones_like(weight)))
+    return jnp.where(weighs, quotient, jnp.zeros_like(quotient))
 
 
 def _is_one(factor: ArrayLike) -> bool:

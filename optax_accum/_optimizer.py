@@ -85,11 +85,11 @@ def step_if(
         zeros = jax.tree.map(lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, grads)
         return zeros, arrays(state)
 
-    updates, new_arrays = _cond(steps, true_fn, false_fn)
+    updates, new_arrays = cond(steps, true_fn, false_fn)
     return updates, keep_types(new_arrays, state)
 
 
-def _cond(pred: Flag, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+def cond(pred: Flag, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
     """``lax.cond``, except that what is known is decided now.
 
     Outside a trace ``lax.cond`` would compile both branches anew at every call.

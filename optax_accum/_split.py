@@ -20,6 +20,7 @@ class Split(NamedTuple):
     num_microbatches: int  # N, of equal size
     microbatch_size: int  # m
     remainder: int  # rows of one more, smaller micro-batch; 0 for none
+    group_size: int = 1  # neighbours that stay together
 
     @property
     def rows(self) -> int:
@@ -30,11 +31,19 @@ class Split(NamedTuple):
         """The batch is its own and only micro-batch."""
         return self.num_microbatches == 1 and self.remainder == 0
 
+    @property
+    def shares(self) -> float:
+        """``B / m``: how many micro-batches of the common size the rows come to."""
+        if not self.remainder:
+            return self.num_microbatches
+        return self.rows / self.microbatch_size
+
 
 def check_split(
-    caller: str, num_microbatches: Any, microbatch_size: Any
-) -> tuple[int | None, int | None]:
-    """The two ways to say the same, of which at most one may be used."""
+    caller: str, num_microbatches: Any, microbatch_size: Any, group_size: Any
+) -> tuple[int | None, int | None, int]:
+    """The options of `split_rows`; of the first two at most one may be used."""
+    group_size = check_count(f"{caller}(group_size=...)", group_size)
     if num_microbatches is not None and microbatch_size is not None:
         raise ValueError(
             f"`{caller}` must be given `num_microbatches` or `microbatch_size`, got "
@@ -42,32 +51,46 @@ def check_split(
             "from the rows of the batch."
         )
     if microbatch_size is not None:
-        return None, check_count(f"{caller}(microbatch_size=...)", microbatch_size)
-    if num_microbatches is None:
-        return None, None
-    return check_count(f"{caller}(num_microbatches=...)", num_microbatches), None
+        size = check_count(f"{caller}(microbatch_size=...)", microbatch_size)
+        if size % group_size:
+            raise ValueError(
+                f"`{caller}(microbatch_size=...)` must be a multiple of `group_size`, "
+                f"got {size} for groups of {group_size} rows; a group is not split."
+            )
+        return None, size, group_size
+    if num_microbatches is not None:
+        count = check_count(f"{caller}(num_microbatches=...)", num_microbatches)
+        return count, None, group_size
+    return None, None, group_size
 
 
 def split_rows(
-    rows: int, num_microbatches: int | None, microbatch_size: int | None
+    rows: int, num_microbatches: int | None, microbatch_size: int | None, group: int
 ) -> Split:
     """The split of `rows` rows: N of equal size, or as many of size m as there are.
 
-    Not split where neither is given.
+    Not split where neither is given. Groups of neighbours stay together.
     """
+    if rows % group:
+        raise ValueError(
+            f"`group_size` must divide the rows of the batch, got {group} for {rows} "
+            "rows; a group that lacks rows has no meaning."
+        )
     if microbatch_size is not None:
         size = min(microbatch_size, rows)
-        return Split(rows // size, size, rows % size)
+        return Split(rows // size, size, rows % size, group)
     if num_microbatches is None:
-        return Split(1, rows, 0)
-    if rows % num_microbatches:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        return Split(1, rows, 0, group)
+    groups = rows // group
+    if groups % num_microbatches:
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+        counted = f"{rows} rows" if group == 1 else f"{groups} groups of {group} rows"
         raise ValueError(
             f"`num_microbatches` must divide the rows of the batch, got "
-            f"{num_microbatches} for {rows} rows, which {divisors} divide; with "
+            f"{num_microbatches} for {counted}, which {divisors} divide; with "
             "`microbatch_size` the last micro-batch may be smaller."
         )
-    return Split(num_microbatches, rows // num_microbatches, 0)
+    return Split(num_microbatches, rows // num_microbatches, 0, group)
 
 
 def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:
@@ -105,7 +128,7 @@ def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:
 
 
 def stack_microbatches(batch: Any, split: Split, axis: int) -> Any:
-    """Row ``i + N * j`` to place ``[j, i]``: the rows of one micro-batch are strided.
+    """Group ``i + N * j`` to place ``[j, i]``: a micro-batch takes every Nth of them.
 
     So a batch sharded over devices stays where it is: each micro-batch takes its share
     of every shard. Nothing is copied; `take_microbatch` reads the strides.
@@ -117,18 +140,23 @@ def stack_microbatches(batch: Any, split: Split, axis: int) -> Any:
         if split.remainder:
             leaf = jax.lax.slice_in_dim(leaf, 0, stop, axis=at)
         shape = np.shape(leaf)
-        strided = (split.microbatch_size, split.num_microbatches)
-        return jnp.reshape(leaf, shape[:at] + strided + shape[at + 1 :])
+        return jnp.reshape(leaf, shape[:at] + _strides(split) + shape[at + 1 :])
 
     return _map_rows(stack, batch)
 
 
-def take_microbatch(stacked: Any, index: ArrayLike, axis: int) -> Any:
+def take_microbatch(stacked: Any, index: ArrayLike, split: Split, axis: int) -> Any:
     """Micro-batch `index` of what `stack_microbatches` returned."""
+    added = len(_strides(split)) - 1
 
     def take(leaf):
-        at = axis % (np.ndim(leaf) - 1) + 1
-        return jax.lax.dynamic_index_in_dim(leaf, index, at, keepdims=False)
+        at = axis % (np.ndim(leaf) - added)
+        taken = jax.lax.dynamic_index_in_dim(leaf, index, at + 1, keepdims=False)
+        if split.group_size == 1:
+            return taken
+        shape = np.shape(taken)
+        rows = (split.microbatch_size,)
+        return jnp.reshape(taken, shape[:at] + rows + shape[at + 2 :])
 
     return _map_rows(take, stacked)
 
@@ -142,6 +170,21 @@ def take_remainder(batch: Any, split: Split, axis: int) -> Any:
         return jax.lax.slice_in_dim(leaf, start, split.rows, axis=at)
 
     return _map_rows(take, batch)
+
+
+def join_rows(split: Split, stacked: jax.Array, *rest: jax.Array) -> jax.Array:
+    """Rows of all micro-batches in their original order: what undoes the split.
+
+    Args:
+      split: how they were split.
+      stacked: shape ``(N, m, ...)``.
+      *rest: the last rows, where there are any: shape ``(remainder, ...)``.
+    """
+    count, size, *shape = np.shape(stacked)
+    group = split.group_size
+    in_groups = jnp.reshape(stacked, (count, size // group, group, *shape))
+    joined = jnp.reshape(jnp.swapaxes(in_groups, 0, 1), (count * size, *shape))
+    return jnp.concatenate([joined, *rest]) if rest else joined
 
 
 def fold_keys(tree: Any, index: ArrayLike) -> Any:
@@ -166,6 +209,17 @@ def fold_keys(tree: Any, index: ArrayLike) -> Any:
         return fold_in(leaf, index)
 
     return jax.tree.map(fold, tree)
+
+
+def _strides(split: Split) -> tuple[int, ...]:
+    """Groups in a micro-batch, micro-batches, rows in a group where that is not 1.
+
+    An axis of size 1 would be free in theory; XLA:CPU copies the rows for it.
+    """
+    groups = split.microbatch_size // split.group_size
+    if split.group_size == 1:
+        return groups, split.num_microbatches
+    return groups, split.num_microbatches, split.group_size
 
 
 def _map_rows(fun, batch: Any) -> Any:

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._accumulate import accumulate_states, has_emitted
 from optax_accum._arguments import Argument, Roles
-from optax_accum._checks import check_optimizer
+from optax_accum._checks import check_accumulator, check_optimizer
 from optax_accum._numerics import (
     cast_as,
     find_difference,
@@ -20,9 +20,9 @@ from optax_accum._numerics import (
     settle,
     widen,
 )
-from optax_accum._optimizer import update_inner
+from optax_accum._optimizer import cond, update_inner
+from optax_accum._scan import Accumulated, accumulate_gradients, check_floats, prepare
 from optax_accum._split import is_key
-from optax_accum._value_and_grad import accumulate_gradients, check_floats
 
 
 class TrainState(NamedTuple):
@@ -98,9 +98,11 @@ def make_train_step(
     *,
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
+    group_size: int = 1,
     has_aux: bool = False,
     batch_axis: int = 0,
     accumulator_dtype: DTypeLike | None = None,
+    compensated: bool = False,
     unroll: int | bool = 1,
     donate: bool = True,
 ) -> jax.stages.Wrapped:
@@ -111,24 +113,29 @@ def make_train_step(
     their mean. It is ``(carry, x) -> (carry, y)``, so itself the body of a scan.
 
     Args:
-      loss_fn: called as ``loss_fn(params, microbatch, *args)``, returns the mean loss
-        of these rows, a real scalar; with `has_aux` a pair of that and a pytree of
-        float scalars. Where the state has a ``key``, the loss takes a keyword of that
+      loss_fn: called as ``loss_fn(params, microbatch, *args)``, returns the loss of
+        these rows as for `value_and_grad`: a scalar, `mean`, `Sum`, or several of
+        these, added; with `has_aux` a pair of that and a pytree of float scalars and
+        markers. Where the state has a ``key``, the loss takes a keyword of that
         name: the key folded with ``state.step``, then with the micro-batch's number.
         Where it has a ``model_state``, the loss takes that keyword and returns the new
         one beside the loss: ``(loss, new)``, with `has_aux` ``(loss, (new, aux))``.
-      optimizer: the one that made the state. Its ``update`` also receives
-        ``weight=`` (the rows of the call) and ``value=`` (the mean loss), if it takes
-        extra arguments, and whatever arrays are passed as `extra`, which go first. (A
+      optimizer: the one that made the state. Its ``update`` also receives ``weight=``
+        (see below) and ``value=`` (the loss), if it takes extra arguments, and whatever
+        arrays are passed as `extra`, which go first. Under `accumulate`, a window of
+        several calls is then weighed as one batch; only of a loss of one term, for of
+        several the denominators would have to be known when the window opens. (A
         function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
         a loop of yours.)
       num_microbatches: as for `value_and_grad`.
       microbatch_size: as for `value_and_grad`.
+      group_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
       batch_axis: the axis of the rows, in every array of the batch. All rows are in
         that one argument, a pytree such as ``(x, y)``; `args` are not split.
       accumulator_dtype: dtype of the sums, see `value_and_grad`. The mean reaches the
         optimizer in it.
+      compensated: as for `value_and_grad`; the mean reaches the optimizer in float32.
       unroll: micro-batches in one iteration of the loop.
       donate: whether the step consumes the state it is given, which saves a copy. To
         use the old state after it is an error, "Array has been deleted": write
@@ -136,14 +143,17 @@ def make_train_step(
 
     Returns:
       A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
-      metrics are scalars: ``loss``, the mean over all rows; ``grad_norm``, the global
-      norm of the mean gradient, before any clipping; ``weight``, what the call weighs,
-      its rows unless `extra` says otherwise; ``emitted``, whether an optimizer wrapped
-      by `accumulate` stepped, else True; and ``aux``.
+      metrics are of all rows of the call, and do not depend on N: ``loss``;
+      ``grad_norm``, the global norm of the mean gradient, before any clipping;
+      ``weight``, what the call weighs in a window: the total weight of a `Mean`, the
+      rows of a plain scalar, 1 of a `Sum`, nothing of several terms, unless `extra`
+      says otherwise; ``emitted``, whether the optimizer stepped; and ``aux``. Where
+      nothing counted, total weights of 0, there is no step.
 
     Raises:
       TypeError: as `value_and_grad`.
-      ValueError: as `value_and_grad`; when called, a state that another optimizer made.
+      ValueError: as `value_and_grad`; when called, a state that another optimizer made,
+        or a loss of several terms where a window crosses calls.
 
     Examples:
       >>> def loss_fn(params, batch):
@@ -158,14 +168,15 @@ def make_train_step(
       0.6 1.5 4.0
     """
     optimizer = check_optimizer("make_train_step(loss_fn, optimizer)", optimizer)
-    accumulated = accumulate_gradients(
+    check_accumulator("make_train_step", accumulator_dtype, compensated)
+    job = prepare(
         "make_train_step",
         loss_fn,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
+        group_size=group_size,
         has_aux=has_aux,
         batch_axis=batch_axis,
-        accumulator_dtype=accumulator_dtype,
         unroll=unroll,
     )
 
@@ -173,16 +184,20 @@ def make_train_step(
         _check_made_by(optimizer, state)
         _check_emit(state.opt_state, extra)
         roles, keywords = _model_inputs(state)
-        means = accumulated(roles, (state.params, batch, *args), keywords)
-        (loss, aux), grads = means.stats, means.grads[0]
+        called = job(roles, (state.params, batch, *args), keywords)
+        whole = accumulate_gradients(called, accumulator_dtype, compensated)
+        (grads,) = whole.grads
 
-        given = {"weight": means.rows, "value": loss} | extra
-        params, opt_state = _apply(optimizer, grads, state, given)
+        weight = _weight_of(whole, state.opt_state)
+        given = weight | {"value": whole.loss} | extra
+        params, opt_state, emitted = _apply(
+            optimizer, grads, state, given, whole.weighs
+        )
         metrics = {
-            "loss": loss,
+            "loss": whole.loss,
             "grad_norm": global_norm(grads),
-            "weight": jnp.asarray(given["weight"], loss.dtype),
-            "emitted": _has_stepped(opt_state),
+            "emitted": emitted,
+            **{name: jnp.asarray(given[name], whole.loss.dtype) for name in weight},
         }
         return (
             TrainState(
@@ -190,9 +205,9 @@ def make_train_step(
                 params=params,
                 opt_state=opt_state,
                 key=state.key,
-                model_state=means.carry[0] if means.carry else None,
+                model_state=whole.carry[0] if whole.carry else None,
             ),
-            metrics | {"aux": aux} if has_aux else metrics,
+            metrics | {"aux": whole.aux} if has_aux else metrics,
         )
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
@@ -211,19 +226,37 @@ def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
     return Roles((trained,), (batch,), rng, carry), keywords
 
 
-def _apply(optimizer, grads, state, extra_args):
-    """Parameters and optimizer state after a call of the optimizer, types kept."""
-    updates, opt_state = update_inner(
-        optimizer, grads, state.params, state.opt_state, state.params, extra_args
-    )
-    # A narrow parameter and a wide update are added in the wide dtype, rounded once.
-    with jax.numpy_dtype_promotion("standard"):
-        params = optax.apply_updates(widen(state.params), updates)
-    return cast_as(params, state.params), opt_state
+def _weight_of(whole: Accumulated, opt_state: optax.OptState) -> dict[str, ArrayLike]:
+    """What the call weighs, where that is one number."""
+    if whole.weight is not None:
+        return {"weight": whole.weight}
+    if any(jax.tree.leaves(s.acc_grads) for s in accumulate_states(opt_state)):
+        raise ValueError(
+            "`train_step` must be given a loss of one term where a window crosses "
+            "calls, got several, whose denominators would have to be known when it "
+            "opens; take the whole window in one call, or divide by counts of the "
+            "whole window in the loss and return a `Sum`."
+        )
+    return {}
 
 
-def _has_stepped(opt_state: optax.OptState) -> jax.Array:
-    return has_emitted(opt_state) if accumulate_states(opt_state) else jnp.array(True)
+def _apply(optimizer, grads, state, extra_args, weighs):
+    """Parameters and optimizer state, types kept, and whether there was a step."""
+
+    def step():
+        updates, opt_state = update_inner(
+            optimizer, grads, state.params, state.opt_state, state.params, extra_args
+        )
+        # A narrow parameter and a wide update are added wide, and rounded once.
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(widen(state.params), updates)
+        return cast_as(params, state.params), opt_state
+
+    if accumulate_states(state.opt_state):
+        params, opt_state = step()
+        return params, opt_state, has_emitted(opt_state)
+    stood = state.params, state.opt_state
+    return *cond(weighs, step, lambda: stood), jnp.asarray(weighs)
 
 
 def _own(tree: Any) -> Any:

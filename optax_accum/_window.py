@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_accum._checks import check_count
 from optax_accum._numerics import add, divide, is_none, kind_of, scale, sum_dtype
+from optax_accum._sums import add_to_sum, read_sum, term_dtype
 
 Reduction = Literal["mean", "sum"]
 
@@ -62,14 +63,11 @@ def add_call(sums: Window, call: Window) -> Window:
         total = jax.tree.map(stood, total)
         if term is None:  # and then `total` may be a tree
             return total
-        if total is None or jnp.shape(term) != total.shape:
-            raise ValueError(
-                "`accumulate(...).update(updates, state)` must be given gradients of "
-                f"the shapes that `init` saw, {kind_of(total)}, got {kind_of(term)}; "
-                "make the state with `init(params)` of these parameters."
-            )
-        added = add(total, scale(term, call.weight, total.dtype))
-        return added if counts is True else jnp.where(counts, added, total)
+        _check_shape(term, total)
+        added = add_to_sum(total, scale(term, call.weight, term_dtype(total)))
+        if counts is True:
+            return added
+        return jax.tree.map(lambda a, t: jnp.where(counts, a, t), added, total)
 
     _check_structure(call.grads, sums.grads)
     return Window(
@@ -88,6 +86,7 @@ def reduce_window(window: Window, call: Window, reduction: Reduction) -> Window:
     def reduced(grad, total):
         if grad is None:
             return None
+        total = read_sum(total)
         return divide(total, window.weight) if reduction == "mean" else total
 
     return Window(
@@ -106,6 +105,16 @@ def reduce_call(call: Window, reduction: Reduction) -> Window:
     if reduction == "mean":
         return call
     return call._replace(grads=jax.tree.map(scaled, call.grads))
+
+
+def _check_shape(term: Any, total: Any) -> None:
+    seen = None if total is None else read_sum(total)
+    if seen is None or jnp.shape(term) != seen.shape:
+        raise ValueError(
+            "`accumulate(...).update(updates, state)` must be given gradients of the "
+            f"shapes that `init` saw, {kind_of(seen)}, got {kind_of(term)}; make the "
+            "state with `init(params)` of these parameters."
+        )
 
 
 def _check_structure(grads: Any, sums: Any) -> None:

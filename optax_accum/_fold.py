@@ -1,0 +1,79 @@
+"""Markers of many micro-batches into one each, in as little room as they allow."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._numerics import widen
+from optax_accum._reductions import Concat, Marker, Mergeable, Stack, map_markers
+from optax_accum._split import Split, join_rows
+
+
+def start(form: Any) -> Any:
+    """What `fold` begins with.
+
+    Args:
+      form: settled markers of one micro-batch, or ``jax.ShapeDtypeStruct``s of them.
+    """
+    return map_markers(
+        lambda m: m.neutral() if isinstance(m, Mergeable) else None, form
+    )
+
+
+def fold(merged: Any, markers: Any) -> tuple[Any, Any]:
+    """`merged` with one more micro-batch in it, and what must be kept of that one."""
+
+    def merge(marker, so_far):
+        return so_far.merge(marker) if isinstance(marker, Mergeable) else None
+
+    kept = map_markers(lambda m: None if isinstance(m, Mergeable) else m, markers)
+    return map_markers(merge, markers, merged), kept
+
+
+def gather(merged: Any, kept: Any, rest: Any, form: Any, split: Split) -> Any:
+    """Markers of all micro-batches together.
+
+    Args:
+      merged: what `fold` has merged.
+      kept: what it has kept, of all micro-batches along a leading axis.
+      rest: markers of the last, smaller micro-batch; None where there is none.
+      form: as for `start`.
+      split: how the rows were split.
+    """
+    rests = () if rest is None else (rest,)
+
+    def together(marker, merged, kept, *rests):
+        if isinstance(marker, Mergeable):
+            return merged.merge(*rests) if rests else merged
+        if isinstance(marker, Concat):
+            return jax.tree.map(lambda *x: join_rows(split, *x), kept, *rests)
+        return jax.tree.map(_append, kept, *rests)
+
+    return map_markers(together, form, merged, kept, *rests)
+
+
+def values_of(markers: Any) -> Any:
+    """What is reported of each."""
+    return map_markers(lambda marker: marker.value, markers)
+
+
+def values_of_whole(outputs: Any) -> Any:
+    """What is reported of a batch that is its own and only micro-batch.
+
+    A plain scalar is its own mean, and a stack has one entry.
+    """
+
+    def value(leaf):
+        if not isinstance(leaf, Marker):
+            return widen(leaf)
+        if isinstance(leaf, Stack):
+            return jax.tree.map(lambda x: jnp.expand_dims(x, 0), leaf.value)
+        return leaf.value
+
+    return map_markers(value, outputs)
+
+
+def _append(stacked: jax.Array, *last: jax.Array) -> jax.Array:
+    rows = [jnp.expand_dims(x, 0) for x in last]
+    return jnp.concatenate([stacked, *rows]) if rows else stacked

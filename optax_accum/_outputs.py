@@ -1,0 +1,158 @@
+"""What a loss function returns: the loss, model state, aux; checked, and as markers."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._numerics import (
+    find_difference,
+    is_inexact,
+    kind_of,
+    settle,
+)
+from optax_accum._reductions import Concat, Marker, is_marker, map_markers
+from optax_accum._terms import Mean, Sum, Term, Terms, row_mean, terms_of
+
+
+class Output(NamedTuple):
+    """What one micro-batch comes to."""
+
+    loss: Any  # a real scalar or a `Term`
+    aux: Any  # floating scalars and markers
+    carry: tuple  # the new model state, if any
+
+
+def read_output(
+    caller: str, returned: Any, carry: tuple, has_aux: bool, rows: int
+) -> Output:
+    """The parts of what a function `returned` for a micro-batch of `rows` rows.
+
+    Args:
+      caller: whose error it is if it may not return that.
+      returned: the loss, with what is beside it in a pair.
+      carry: the model state that the function was given, if any.
+      has_aux: whether it returns aux.
+      rows: how many entries a `Concat` must have.
+    """
+
+    def pair(x, form):
+        if not isinstance(x, tuple | list) or len(x) != 2:
+            raise TypeError(
+                f"`{caller}` expects a function that returns {form}, got {_form(x)}; "
+                "`has_aux=True` and a carried argument each put something beside the "
+                "loss."
+            )
+        return x
+
+    loss, new, aux = returned, (), None
+    if carry and has_aux:
+        loss, beside = pair(returned, "(loss, (state, aux))")
+        *new, aux = pair(beside, "(loss, (state, aux))")
+    elif carry:
+        loss, *new = pair(returned, "(loss, state)")
+    elif has_aux:
+        loss, aux = pair(returned, "(loss, aux)")
+    _check_loss(caller, loss)
+    _check_aux(caller, aux, rows)
+    return Output(settle(loss), settle(aux), _check_carry(caller, tuple(new), carry))
+
+
+def as_markers(output: Output, share: float, shares: float) -> tuple[Any, Any]:
+    """Loss and aux with a settled marker at every place; a plain scalar is a mean.
+
+    Args:
+      output: what a micro-batch came to.
+      share: its rows, as a share of those in a micro-batch of the common size; it is
+        what its plain scalars weigh.
+      shares: what all micro-batches together weigh.
+    """
+
+    def marked(leaf):
+        if isinstance(leaf, Terms):
+            return leaf.map(marked)
+        if isinstance(leaf, Marker):
+            return leaf.settled()
+        return row_mean(leaf, share, shares)
+
+    return marked(output.loss), map_markers(marked, output.aux)
+
+
+def as_returned(values: Any, returned: Any) -> Any:
+    """`values` with plain scalars in the dtypes in which they were `returned`."""
+
+    def cast(leaf, value):
+        return value if is_marker(leaf) else jnp.astype(value, jnp.result_type(leaf))
+
+    return map_markers(cast, returned, values)
+
+
+# -- What may be returned
+
+
+def _check_loss(caller: str, loss: Any) -> None:
+    for term in terms_of(loss):
+        if isinstance(term, Term):
+            term.check(f"the loss of {caller}")
+        total = _total(term)
+        is_real = is_inexact(total) and jnp.isrealobj(total)
+        if not is_real or jnp.shape(total) != ():
+            raise TypeError(
+                f"`{caller}` expects a loss that is a real floating scalar, or a "
+                f"`Mean` or `Sum` of one, got {_form(loss)}; reduce it with `jnp.mean` "
+                "or `optax_accum.mean`, and say `has_aux=True` if the function returns "
+                "something beside it."
+            )
+
+
+def _total(term: Any) -> Any:
+    """What is differentiated of a term."""
+    if isinstance(term, Mean):
+        return term.total
+    return term.x if isinstance(term, Sum) else term
+
+
+def _check_aux(caller: str, aux: Any, rows: int) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_marker)
+    plain = []
+    for path, leaf in leaves:
+        label = f"aux{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, Marker):
+            leaf.check(label)
+            _check_rows(label, leaf, rows)
+        elif not is_inexact(leaf) or jnp.shape(leaf) != ():
+            plain.append(f"{label} ({kind_of(leaf)})")
+    if plain:
+        raise TypeError(
+            f"`{caller}(has_aux=True)` must be given floating scalars in aux, which "
+            f"are averaged over the rows, or markers, got {', '.join(plain)}; say how "
+            "they are put together: `optax_accum.Mean`, `Sum`, `Max`, `Min`, `Last`, "
+            "`Stack` (a new axis) or `Concat` (rows)."
+        )
+
+
+def _check_rows(label: str, marker: Marker, rows: int) -> None:
+    if not isinstance(marker, Concat):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(marker.x):
+        if jnp.shape(leaf)[:1] != (rows,):
+            raise TypeError(
+                f"`{label}{jax.tree_util.keystr(path)}`, a `Concat`, must have the "
+                f"{rows} rows of the micro-batch along its first axis, got "
+                f"{kind_of(leaf)}; `Stack` puts anything together."
+            )
+
+
+def _check_carry(caller: str, new: tuple, old: tuple) -> tuple:
+    """`new`, if its structure, shapes and dtypes are those of `old`."""
+    difference = find_difference(new, old)
+    if difference:
+        raise TypeError(
+            f"`{caller}` expects a function that returns the carried state with the "
+            f"types that it was given, got another one: {difference}."
+        )
+    return settle(new)
+
+
+def _form(returned: Any) -> str:
+    return str(jax.tree.map(kind_of, returned))

@@ -1,0 +1,235 @@
+"""How outputs of micro-batches are put together: markers around arrays.
+
+A marker is a pytree, so that it passes through every transformation of JAX. It holds
+one array or a whole pytree of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from optax_accum._numerics import (
+    is_array,
+    is_inexact,
+    is_numeric,
+    is_real,
+    kind_of,
+    widen,
+)
+
+_Class = TypeVar("_Class")
+
+_ACCEPTED: dict[str, Callable[[Any], bool]] = {
+    "arrays": is_array,
+    "numbers": is_numeric,
+    "real numbers": is_real,
+}
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def register(cls: type[_Class]) -> type[_Class]:
+    """A frozen dataclass that is a pytree; fields marked static are no leaves."""
+    dataclasses.dataclass(frozen=True, eq=False)(cls)
+    return jax.tree_util.register_dataclass(cls)
+
+
+class Marker:
+    """What all of them are."""
+
+    def settled(self) -> Self:
+        """The same in the dtypes in which many of them are put together."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Any:
+        """What is reported of it, without the marker."""
+        raise NotImplementedError
+
+    def check(self, label: str) -> None:
+        """Raises a TypeError that names `label` if it holds what it cannot."""
+        raise NotImplementedError
+
+
+class Mergeable(Marker):
+    """A marker that needs no more room for many micro-batches than for one."""
+
+    def neutral(self) -> Self:
+        """What changes nothing when it is merged with others, of these settled types.
+
+        Made by ``zeros_like`` or ``full_like``, which keep the sharding of an array and
+        the axes of a ``shard_map`` over which it varies.
+        """
+        raise NotImplementedError
+
+    def merge(self, later: Self) -> Self:
+        """This and the `later` one, put together."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Leafwise(Marker):
+    """One rule for every array in it."""
+
+    x: Any
+
+    accepts: ClassVar[str] = "arrays"
+
+    def settled(self) -> Self:
+        return self
+
+    @property
+    def value(self) -> Any:
+        return self.settled().x
+
+    def check(self, label: str) -> None:
+        check_leaves(label, self, self.x, self.accepts)
+
+
+@register
+class Max(_Leafwise, Mergeable):
+    """The largest over all micro-batches, entry by entry; NaN where one is.
+
+    Attributes:
+      x: real numbers of any shape, or a pytree of them.
+
+    Examples:
+      >>> print(optax_accum.Max(3.0).merge(optax_accum.Max(4.0)).value)
+      4.0
+    """
+
+    accepts = "real numbers"
+
+    def settled(self) -> Self:
+        return type(self)(jax.tree.map(_comparable, self.x))
+
+    def neutral(self) -> Self:
+        return type(self)(jax.tree.map(lambda x: _extreme(x, "min"), self.x))
+
+    def merge(self, later: Self) -> Self:
+        """The larger of both."""
+        return type(self)(jax.tree.map(jnp.maximum, self.value, later.value))
+
+
+@register
+class Min(_Leafwise, Mergeable):
+    """The smallest over all micro-batches, entry by entry; NaN where one is.
+
+    Attributes:
+      x: real numbers of any shape, or a pytree of them.
+
+    Examples:
+      >>> print(optax_accum.Min(3.0).merge(optax_accum.Min(4.0)).value)
+      3.0
+    """
+
+    accepts = "real numbers"
+
+    def settled(self) -> Self:
+        return type(self)(jax.tree.map(_comparable, self.x))
+
+    def neutral(self) -> Self:
+        return type(self)(jax.tree.map(lambda x: _extreme(x, "max"), self.x))
+
+    def merge(self, later: Self) -> Self:
+        """The smaller of both."""
+        return type(self)(jax.tree.map(jnp.minimum, self.value, later.value))
+
+
+@register
+class Last(_Leafwise, Mergeable):
+    """What the last micro-batch has.
+
+    Attributes:
+      x: any arrays, or a pytree of them.
+
+    Examples:
+      >>> print(optax_accum.Last(3.0).merge(optax_accum.Last(4.0)).value)
+      4.0
+    """
+
+    def neutral(self) -> Self:
+        return type(self)(jax.tree.map(jnp.zeros_like, self.x))
+
+    def merge(self, later: Self) -> Self:
+        """The later one."""
+        return later
+
+
+@register
+class Stack(_Leafwise):
+    """All micro-batches' arrays along a new leading axis, in the order of their run.
+
+    Memory grows with the number of micro-batches. A last, smaller micro-batch is one
+    more entry.
+
+    Attributes:
+      x: any arrays, or a pytree of them.
+
+    Examples:
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(w * x), optax_accum.Stack(jnp.max(x))
+      >>> value_fn = optax_accum.value(loss_fn, num_microbatches=2, has_aux=True)
+      >>> print(value_fn(1.0, jnp.arange(4.0))[1])  # of rows 0 and 2, of rows 1 and 3
+      [2. 3.]
+    """
+
+
+@register
+class Concat(_Leafwise):
+    """An entry for each row of the batch, in their original order under every split.
+
+    Memory grows with the number of rows.
+
+    Attributes:
+      x: arrays whose first axis are the rows of the micro-batch, or a pytree of them.
+
+    Examples:
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(w * x), optax_accum.Concat(w * x)
+      >>> value_fn = optax_accum.value(loss_fn, num_microbatches=2, has_aux=True)
+      >>> print(value_fn(1.0, jnp.arange(4.0))[1])
+      [0. 1. 2. 3.]
+    """
+
+
+def is_marker(x: Any) -> bool:
+    return isinstance(x, Marker)
+
+
+def map_markers(fun: Callable, tree: Any, *rest: Any) -> Any:
+    """``jax.tree.map`` over the markers of a tree and its leaves that have none."""
+    return jax.tree.map(fun, tree, *rest, is_leaf=is_marker)
+
+
+def check_leaves(label: str, marker: Marker, tree: Any, accepted: str) -> None:
+    """Every leaf must be one of what is `accepted`; that which is none is named."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_marker)
+    wrong = [
+        f"{kind_of(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
+        for path, leaf in leaves
+        if is_marker(leaf) or not _ACCEPTED[accepted](leaf)
+    ]
+    if wrong:
+        raise TypeError(
+            f"`{label}`, a `{type(marker).__name__}`, must hold {accepted}, got "
+            f"{', '.join(wrong)}."
+        )
+
+
+def _comparable(x: ArrayLike) -> jax.Array:
+    return widen(x) if is_inexact(x) else jnp.asarray(x)
+
+
+def _extreme(x: jax.Array, which: str) -> jax.Array:
+    """An array like `x` of the least or the largest there is in its dtype."""
+    if x.dtype == jnp.bool_:
+        fill = which == "max"
+    elif jnp.issubdtype(x.dtype, jnp.integer):
+        fill = getattr(jnp.iinfo(x.dtype), which)
+    else:
+        fill = jnp.inf if which == "max" else -jnp.inf
+    return jnp.full_like(x, fill)
