@@ -17,9 +17,9 @@ from optax_accum._checks import (
     check_callable,
     check_choice,
     check_flag,
+    check_inner,
     check_scalar,
     check_weight,
-    shown,
 )
 from optax_accum._numerics import add, settle, weight_dtype
 from optax_accum._optimizer import Flag, step_if, update_inner
@@ -156,7 +156,7 @@ def accumulate(
     if skip_fn is not None:
         check_callable("accumulate(skip_fn=...)", skip_fn)
     rules = _Rules(
-        inner=_check_inner(inner),
+        inner=check_inner(inner),
         every_k=check_every_k(every_k),
         reduction=reduction,
         accumulator_dtype=accumulator_dtype,
@@ -363,23 +363,6 @@ def _not(flag: Flag) -> Flag:
 
 
 # -- Errors
-
-
-def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, optax.MultiSteps):
-        raise TypeError(
-            "`accumulate(inner, every_k)` must be given the optimizer itself, got one "
-            "wrapped by `optax.MultiSteps`, which does the same; unwrap it."
-        )
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "`accumulate(inner, every_k)` must be given the optimizer to wrap first, "
-            f"got {shown(inner)}; write `accumulate(optax.adam(1e-3), every_k=4)`. It "
-            "is no link in front of a stateful optimizer, whose moments would see the "
-            "zeros of the calls in between; in front of stateless transformations "
-            "alone, `accumulate(optax.identity(), every_k=4)` is one."
-        )
-    return optax.with_extra_args_support(inner)
 
 
 def _check_value(value: Any) -> jax.Array | None:

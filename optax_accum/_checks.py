@@ -116,6 +116,24 @@ def check_optimizer(call: str, optimizer: Any) -> optax.GradientTransformationEx
     return optax.with_extra_args_support(optimizer)
 
 
+def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that `accumulate` shall wrap, made to accept extra arguments."""
+    if isinstance(inner, optax.MultiSteps):
+        raise TypeError(
+            "`accumulate(inner, every_k)` must be given the optimizer itself, got one "
+            "wrapped by `optax.MultiSteps`, which does the same; unwrap it."
+        )
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "`accumulate(inner, every_k)` must be given the optimizer to wrap first, "
+            f"got {shown(inner)}; write `accumulate(optax.adam(1e-3), every_k=4)`. It "
+            "is no link in front of a stateful optimizer, whose moments would see the "
+            "zeros of the calls in between; in front of stateless transformations "
+            "alone, `accumulate(optax.identity(), every_k=4)` is one."
+        )
+    return optax.with_extra_args_support(inner)
+
+
 def check_callable(argument: str, function: Any) -> None:
     if not callable(function):
         raise TypeError(f"`{argument}` must be a function, got {shown(function)}.")

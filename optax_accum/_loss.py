@@ -105,24 +105,37 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
     """
     if isinstance(loss, Mean):
         divisor = divide(whole.weight, _unit(loss, split))
-        return jax.tree.map(lambda total: ratio(total, divisor), sums)
-    if isinstance(loss, Term):
+    elif isinstance(loss, Term):
         divisor = 1 if isinstance(loss, Sum) else split.num_microbatches
     else:
         divisor = split.shares
     return jax.tree.map(lambda total: divide(total, divisor), sums)
 
 
-def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike | None:
-    """What all micro-batches weigh in a mean with others; None of several terms.
+def select_gradients(grads: Any, loss: Any, whole: Any) -> Any:
+    """The gradients, or zeros where the weight of all micro-batches is 0.
 
-    Rows, for a plain scalar; 1, for a sum.
+    Selected, for nothing divided by nothing is NaN. Where terms are several, none is
+    divided by 0 in the first place.
+    """
+    if not isinstance(loss, Mean):
+        return grads
+    counts = weighs(loss, whole)
+    return jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), grads)
+
+
+def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike:
+    """What all micro-batches weigh in a mean with others.
+
+    Its total weight, for a `Mean`; rows, for a plain scalar; 1 otherwise, if anything
+    in it counted.
     """
     if isinstance(loss, Mean):
         return whole.settled().weight
-    if isinstance(loss, Term):
-        return 1 if isinstance(loss, Sum) else None
-    return rows
+    if not isinstance(loss, Term):
+        return rows
+    counts = weighs(loss, whole)
+    return 1 if counts is True else counts
 
 
 def weighs(loss: Any, whole: Any) -> bool | jax.Array:

@@ -19,6 +19,7 @@ from optax_accum._loss import (
     must_count,
     objective,
     scale_gradients,
+    select_gradients,
     weighs,
     weight_of,
     weights_of,
@@ -59,7 +60,7 @@ class Accumulated(NamedTuple):
     returned: tuple[Any, Any]  # loss and aux as the function returned them, or types
     grads: tuple[Any, ...]  # one for each of `Job.trained`, in the dtypes of their sums
     carry: tuple[Any, ...]  # the carried argument after the last micro-batch, if any
-    weight: ArrayLike | None  # what the call weighs in a mean with others
+    weight: ArrayLike  # what the call weighs in a mean with others
     weighs: bool | jax.Array  # whether anything in it counted
 
 
@@ -245,7 +246,7 @@ def _result(job, output, whole, values, grads, carry) -> Accumulated:
         loss=loss,
         aux=aux,
         returned=(output.loss, output.aux),
-        grads=grads,
+        grads=select_gradients(grads, output.loss, whole_loss),
         carry=carry,
         weight=weight_of(output.loss, whole_loss, job.split.rows),
         weighs=weighs(output.loss, whole_loss),

@@ -21,7 +21,7 @@ from optax_accum._numerics import (
     weight_dtype,
     widen,
 )
-from optax_accum._reductions import Mergeable, check_leaves, register
+from optax_accum._reductions import Mergeable, check_leaves, is_marker, register
 
 
 class Term(Mergeable):
@@ -127,7 +127,7 @@ class Mean(Term):
         if not _is_real_scalar(self.weight):
             raise TypeError(
                 f"`{label}` must be a `Mean` whose weight is a real scalar, got "
-                f"{_kinds(self.weight)}; it is what the whole micro-batch counts for: "
+                f"{_kind(self.weight)}; it is what the whole micro-batch counts for: "
                 "sum it, as `optax_accum.mean` does."
             )
 
@@ -327,8 +327,8 @@ def _is_real_scalar(x: Any) -> bool:
     return is_real(x) and jnp.shape(x) == ()
 
 
-def _kinds(tree: Any) -> str:
-    return str(jax.tree.map(kind_of, tree))
+def _kind(x: Any) -> str:
+    return type(x).__name__ if is_marker(x) else str(jax.tree.map(kind_of, x))
 
 
 def _check_factor(term: Term, factor: Any) -> Any:
@@ -336,7 +336,7 @@ def _check_factor(term: Term, factor: Any) -> Any:
         return factor
     raise TypeError(
         f"a `{type(term).__name__}` must be multiplied by a real scalar, got "
-        f"{_kinds(factor)}; what is not linear in it takes its `.value`, which is that "
+        f"{_kind(factor)}; what is not linear in it takes its `.value`, which is that "
         "of one micro-batch."
     )
 
@@ -346,7 +346,7 @@ def _check_summand(term: Term, other: Any) -> Any:
         return other
     raise TypeError(
         f"to a `{type(term).__name__}` must be added a `Mean`, a `Sum` or a real "
-        f"scalar, got {_kinds(other)}; add its mean."
+        f"scalar, got {_kind(other)}; add its mean."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from optax_accum._accumulate import accumulate_states, has_emitted
 from optax_accum._arguments import Argument, Roles
@@ -23,6 +23,7 @@ from optax_accum._numerics import (
 from optax_accum._optimizer import cond, update_inner
 from optax_accum._scan import Accumulated, accumulate_gradients, check_floats, prepare
 from optax_accum._split import is_key
+from optax_accum._terms import terms_of
 
 
 class TrainState(NamedTuple):
@@ -146,9 +147,9 @@ def make_train_step(
       metrics are of all rows of the call, and do not depend on N: ``loss``;
       ``grad_norm``, the global norm of the mean gradient, before any clipping;
       ``weight``, what the call weighs in a window: the total weight of a `Mean`, the
-      rows of a plain scalar, 1 of a `Sum`, nothing of several terms, unless `extra`
-      says otherwise; ``emitted``, whether the optimizer stepped; and ``aux``. Where
-      nothing counted, total weights of 0, there is no step.
+      rows of a plain scalar, otherwise 1, unless `extra` says something else;
+      ``emitted``, whether the optimizer stepped; and ``aux``. Where nothing counted,
+      total weights of 0, there is no step.
 
     Raises:
       TypeError: as `value_and_grad`.
@@ -188,16 +189,16 @@ def make_train_step(
         whole = accumulate_gradients(called, accumulator_dtype, compensated)
         (grads,) = whole.grads
 
-        weight = _weight_of(whole, state.opt_state)
-        given = weight | {"value": whole.loss} | extra
+        _check_terms(whole, state.opt_state)
+        given = {"weight": whole.weight, "value": whole.loss} | extra
         params, opt_state, emitted = _apply(
             optimizer, grads, state, given, whole.weighs
         )
         metrics = {
             "loss": whole.loss,
             "grad_norm": global_norm(grads),
+            "weight": jnp.asarray(given["weight"], whole.loss.dtype),
             "emitted": emitted,
-            **{name: jnp.asarray(given[name], whole.loss.dtype) for name in weight},
         }
         return (
             TrainState(
@@ -224,20 +225,6 @@ def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
         keywords["model_state"] = state.model_state
     trained, batch = Argument(0, "params"), Argument(1, "batch")
     return Roles((trained,), (batch,), rng, carry), keywords
-
-
-def _weight_of(whole: Accumulated, opt_state: optax.OptState) -> dict[str, ArrayLike]:
-    """What the call weighs, where that is one number."""
-    if whole.weight is not None:
-        return {"weight": whole.weight}
-    if any(jax.tree.leaves(s.acc_grads) for s in accumulate_states(opt_state)):
-        raise ValueError(
-            "`train_step` must be given a loss of one term where a window crosses "
-            "calls, got several, whose denominators would have to be known when it "
-            "opens; take the whole window in one call, or divide by counts of the "
-            "whole window in the loss and return a `Sum`."
-        )
-    return {}
 
 
 def _apply(optimizer, grads, state, extra_args, weighs):
@@ -306,6 +293,18 @@ def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
             "`train_step(state, batch)` must be given a state that its optimizer made, "
             f"got an `opt_state` of another one, {difference}; make it with "
             "`init_train_state(params, optimizer)` of the same optimizer."
+        )
+
+
+def _check_terms(whole: Accumulated, opt_state: optax.OptState) -> None:
+    terms = terms_of(whole.returned[0])
+    states = accumulate_states(opt_state)
+    if len(terms) > 1 and any(jax.tree.leaves(state.acc_grads) for state in states):
+        raise ValueError(
+            "`train_step` must be given a loss of one term where a window crosses "
+            f"calls, got {len(terms)}, whose denominators would have to be known when "
+            "it opens; take the whole window in one call, or divide by counts of the "
+            "whole window in the loss and return a `Sum`."
         )
 
 

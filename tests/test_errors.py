@@ -3,6 +3,7 @@
 Each failing case stands beside a passing one, so that the check cannot refuse it all.
 """
 
+import errors_of_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -528,6 +529,10 @@ CASES = {
         ),
     ),
 }
+
+
+assert not CASES.keys() & errors_of_losses.CASES.keys()
+CASES |= errors_of_losses.CASES
 
 
 @pytest.mark.parametrize("name", CASES)
