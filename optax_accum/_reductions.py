@@ -4,6 +4,7 @@ A marker is a pytree, so that it passes through every transformation of JAX. It 
 one array or a whole pytree of them.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
@@ -37,37 +38,37 @@ def register(cls: type[_Class]) -> type[_Class]:
     return jax.tree_util.register_dataclass(cls)
 
 
-class Marker:
+class Marker(abc.ABC):
     """What all of them are."""
 
+    @abc.abstractmethod
     def settled(self) -> Self:
         """The same in the dtypes in which many of them are put together."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def value(self) -> Any:
         """What is reported of it, without the marker."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check(self, label: str) -> None:
         """Raises a TypeError that names `label` if it holds what it cannot."""
-        raise NotImplementedError
 
 
 class Mergeable(Marker):
     """A marker that needs no more room for many micro-batches than for one."""
 
+    @abc.abstractmethod
     def neutral(self) -> Self:
         """What changes nothing when it is merged with others, of these settled types.
 
         Made by ``zeros_like`` or ``full_like``, which keep the sharding of an array and
         the axes of a ``shard_map`` over which it varies.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def merge(self, later: Self) -> Self:
         """This and the `later` one, put together."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,8 +90,29 @@ class _Leafwise(Marker):
         check_leaves(label, self, self.x, self.accepts)
 
 
+class _Extreme(_Leafwise, Mergeable):
+    """The largest or the smallest, entry by entry."""
+
+    accepts = "real numbers"
+    start: ClassVar[str]
+
+    @abc.abstractmethod
+    def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
+        """One of two, entry by entry."""
+
+    def settled(self) -> Self:
+        return type(self)(jax.tree.map(_comparable, self.x))
+
+    def neutral(self) -> Self:
+        return type(self)(jax.tree.map(lambda x: _extreme(x, self.start), self.x))
+
+    def merge(self, later: Self) -> Self:
+        """Of both, entry by entry."""
+        return type(self)(jax.tree.map(self.choose, self.value, later.value))
+
+
 @register
-class Max(_Leafwise, Mergeable):
+class Max(_Extreme):
     """The largest over all micro-batches, entry by entry; NaN where one is.
 
     Attributes:
@@ -101,21 +123,14 @@ class Max(_Leafwise, Mergeable):
       4.0
     """
 
-    accepts = "real numbers"
+    start = "min"
 
-    def settled(self) -> Self:
-        return type(self)(jax.tree.map(_comparable, self.x))
-
-    def neutral(self) -> Self:
-        return type(self)(jax.tree.map(lambda x: _extreme(x, "min"), self.x))
-
-    def merge(self, later: Self) -> Self:
-        """The larger of both."""
-        return type(self)(jax.tree.map(jnp.maximum, self.value, later.value))
+    def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
+        return jnp.maximum(x, y)
 
 
 @register
-class Min(_Leafwise, Mergeable):
+class Min(_Extreme):
     """The smallest over all micro-batches, entry by entry; NaN where one is.
 
     Attributes:
@@ -126,17 +141,10 @@ class Min(_Leafwise, Mergeable):
       3.0
     """
 
-    accepts = "real numbers"
+    start = "max"
 
-    def settled(self) -> Self:
-        return type(self)(jax.tree.map(_comparable, self.x))
-
-    def neutral(self) -> Self:
-        return type(self)(jax.tree.map(lambda x: _extreme(x, "max"), self.x))
-
-    def merge(self, later: Self) -> Self:
-        """The smaller of both."""
-        return type(self)(jax.tree.map(jnp.minimum, self.value, later.value))
+    def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
+        return jnp.minimum(x, y)
 
 
 @register

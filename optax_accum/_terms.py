@@ -1,5 +1,6 @@
 """What a loss consists of: means and sums, each with a denominator of its own."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
@@ -30,9 +31,9 @@ class Term(Mergeable):
     # NumPy's scalars on the left then leave the product to us.
     __array_ufunc__ = None
 
+    @abc.abstractmethod
     def scaled(self, factor: ArrayLike) -> Self:
         """This times a real scalar."""
-        raise NotImplementedError
 
     def __mul__(self, factor: Any) -> Self:
         return self.scaled(_check_factor(self, factor))
