@@ -3,9 +3,10 @@
 from importlib.metadata import version
 
 from optax_accum._accumulate import AccumulateState, accumulate, has_emitted
+from optax_accum._mean import mean
 from optax_accum._reductions import Concat, Last, Max, Min, Stack
 from optax_accum._skip import SkipFn, skip_nonfinite, skip_norm_above
-from optax_accum._terms import Mean, Sum, mean
+from optax_accum._terms import Mean, Sum
 from optax_accum._train_step import TrainState, init_train_state, make_train_step
 from optax_accum._value_and_grad import grad, value, value_and_grad
 

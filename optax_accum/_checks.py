@@ -80,16 +80,18 @@ def check_weight(argument: str, weight: Any) -> float | jax.Array:
 def check_accumulator(
     caller: str, dtype: DTypeLike | None, compensated: bool = False
 ) -> None:
+    if dtype is not None:
+        _check_sum_dtype(f"{caller}(accumulator_dtype=...)", dtype)
     if compensated and (dtype is None or jnp.dtype(dtype).itemsize >= 4):
         got = "None" if dtype is None else jnp.dtype(dtype).name
         raise ValueError(
-            f"`{caller}(compensated=True)` must come with an `accumulator_dtype` "
-            f"narrower than float32, got {got}; sums in float32, the default, are as "
-            "large as a compensated one of 16 bits and more exact."
+            f"`{caller}(compensated=True)` must come with an `accumulator_dtype` of 16 "
+            f"bits, got {got}; sums in float32, the default, are as large as a "
+            "compensated one of 16 bits and more exact."
         )
-    if dtype is None:
-        return
-    argument = f"{caller}(accumulator_dtype=...)"
+
+
+def _check_sum_dtype(argument: str, dtype: DTypeLike) -> None:
     try:
         name, is_floating = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
     except TypeError:  # what is no dtype at all
@@ -98,6 +100,11 @@ def check_accumulator(
         raise TypeError(
             f"`{argument}` must be a floating dtype or None, got {name}; complex "
             "leaves are summed in their own dtype."
+        )
+    if jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(
+            f"`{argument}` must have at least 16 bits, got {name}; a sum in fewer soon "
+            "ceases to grow."
         )
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum._numerics import widen
+from optax_accum._numerics import find_difference, widen
 from optax_accum._reductions import Concat, Marker, Mergeable, Stack, map_markers
 from optax_accum._split import Split, join_rows
 
@@ -29,6 +29,33 @@ def fold(merged: Any, markers: Any) -> tuple[Any, Any]:
 
     kept = map_markers(lambda m: None if isinstance(m, Mergeable) else m, markers)
     return map_markers(merge, markers, merged), kept
+
+
+def check_last(caller: str, last: Any, form: Any) -> None:
+    """The last, smaller micro-batch must come to the types that all others come to.
+
+    Or a row of it might be broadcast into what the others made.
+
+    Args:
+      caller: whose error it is if it does not.
+      last: its markers.
+      form: as for `start`.
+    """
+
+    def without_rows(marker):
+        if not isinstance(marker, Concat):
+            return marker
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), marker
+        )
+
+    difference = find_difference(*(map_markers(without_rows, t) for t in (last, form)))
+    if difference:
+        raise TypeError(
+            f"`{caller}` expects a function that returns the same types for the last, "
+            f"smaller micro-batch, got {difference}; `Concat` is for what has an entry "
+            "for each row, and `num_microbatches` makes micro-batches alike."
+        )
 
 
 def gather(merged: Any, kept: Any, rest: Any, form: Any, split: Split) -> Any:

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from optax_accum._numerics import divide, ratio, scale, sum_dtype, weight_dtype
 from optax_accum._split import Split
-from optax_accum._terms import Mean, Sum, Term, row_mean, terms_of
+from optax_accum._terms import Mean, Sum, Term, terms_of
 
 
 def must_count(loss: Any) -> bool:
@@ -66,12 +66,14 @@ def objective(loss: Any, factors: tuple, share: float) -> jax.Array:
       share: its rows, as a share of those in a micro-batch of the common size.
     """
     if not isinstance(loss, Term):
-        return loss  # its gradient is scaled, by `scale_gradients`
+        return loss  # its gradient is scaled, by `weigh_gradients`
 
     def total(term):
         if isinstance(term, Mean):
             return term.settled().total
-        return (term if isinstance(term, Sum) else row_mean(term, share, 1)).value
+        if isinstance(term, Sum):
+            return term.value
+        return scale(term, share, sum_dtype(jnp.result_type(term)))
 
     totals = [total(term) for term in terms_of(loss)]
     dtype = weight_dtype(totals)
@@ -79,19 +81,19 @@ def objective(loss: Any, factors: tuple, share: float) -> jax.Array:
     return functools.reduce(jnp.add, products)
 
 
-def scale_gradients(grads: Any, loss: Any, share: float) -> Any:
-    """The gradient of `objective`, scaled by a share that is not in there.
+def weigh_gradients(grads: Any, loss: Any, share: float) -> Any:
+    """The gradient of `objective`, with the weight that is not in there.
 
     A plain scalar may have 16 bits, in which a share cannot be said exactly; so the
     gradient is scaled, in the dtype of its sum.
     """
-    if share == 1 or isinstance(loss, Term):
-        return grads
 
     def scaled(grad):
         return scale(grad, share, sum_dtype(jnp.result_type(grad)))
 
-    return jax.tree.map(scaled, grads)
+    if isinstance(loss, Term):
+        return select_gradients(grads, loss)
+    return grads if share == 1 else jax.tree.map(scaled, grads)
 
 
 def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
@@ -104,7 +106,8 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
       split: how the rows were split.
     """
     if isinstance(loss, Mean):
-        divisor = divide(whole.weight, _unit(loss, split))
+        weight = jnp.where(whole.weight == 0, jnp.ones_like(whole.weight), whole.weight)
+        divisor = divide(weight, _unit(loss, split))
     elif isinstance(loss, Term):
         divisor = 1 if isinstance(loss, Sum) else split.num_microbatches
     else:
@@ -112,15 +115,14 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
     return jax.tree.map(lambda total: divide(total, divisor), sums)
 
 
-def select_gradients(grads: Any, loss: Any, whole: Any) -> Any:
-    """The gradients, or zeros where the weight of all micro-batches is 0.
+def select_gradients(grads: Any, loss: Any) -> Any:
+    """The gradients, or zeros where nothing in `loss` counts.
 
-    Selected, for nothing divided by nothing is NaN. Where terms are several, none is
-    divided by 0 in the first place.
+    Selected, not multiplied: of rows that are all padding, gradients may be NaN.
     """
-    if not isinstance(loss, Mean):
+    counts = weighs(loss)
+    if counts is True:
         return grads
-    counts = weighs(loss, whole)
     return jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), grads)
 
 
@@ -134,15 +136,16 @@ def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike:
         return whole.settled().weight
     if not isinstance(loss, Term):
         return rows
-    counts = weighs(loss, whole)
+    counts = weighs(whole)
     return 1 if counts is True else counts
 
 
-def weighs(loss: Any, whole: Any) -> bool | jax.Array:
-    """Whether anything counted: there is a step to take. A bool where it is known."""
-    if not all(isinstance(term, Mean) for term in terms_of(loss)):
+def weighs(loss: Any) -> bool | jax.Array:
+    """Whether anything in a loss counts. A bool where it is known while tracing."""
+    terms = terms_of(loss)
+    if not all(isinstance(term, Mean) for term in terms):
         return True
-    counts = [term.settled().weight != 0 for term in terms_of(whole)]
+    counts = [term.settled().weight != 0 for term in terms]
     return functools.reduce(jnp.logical_or, counts)
 
 
@@ -150,4 +153,4 @@ def _unit(loss: Any, split: Split) -> float:
     """A power of two near the entries of a micro-batch: exact in every dtype."""
     if not isinstance(loss, Mean):
         return 1
-    return 2.0 ** round(math.log2(max(1, loss.size or split.microbatch_size)))
+    return 2.0 ** round(math.log2(max(1, loss.size.size or split.microbatch_size)))

@@ -116,7 +116,8 @@ def scale(x: ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """``x * factor`` in at least float32, stored as `dtype`."""
     if _is_one(factor):
         return jnp.asarray(x).astype(dtype)
-    wide = jnp.promote_types(sum_dtype(jnp.result_type(x)), sum_dtype(dtype))
+    # NumPy's rule, which is the same for these, also where JAX promotes nothing.
+    wide = np.promote_types(sum_dtype(jnp.result_type(x)), sum_dtype(dtype))
     return (jnp.asarray(x, wide) * jnp.asarray(factor, wide)).astype(dtype)
 
 

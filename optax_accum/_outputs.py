@@ -58,14 +58,13 @@ def read_output(
     return Output(settle(loss), settle(aux), _check_carry(caller, tuple(new), carry))
 
 
-def as_markers(output: Output, share: float, shares: float) -> tuple[Any, Any]:
+def as_markers(output: Output, weight: int, total_weight: int) -> dict[str, Any]:
     """Loss and aux with a settled marker at every place; a plain scalar is a mean.
 
     Args:
       output: what a micro-batch came to.
-      share: its rows, as a share of those in a micro-batch of the common size; it is
-        what its plain scalars weigh.
-      shares: what all micro-batches together weigh.
+      weight: what its plain scalars weigh.
+      total_weight: what all micro-batches together weigh.
     """
 
     def marked(leaf):
@@ -73,9 +72,9 @@ def as_markers(output: Output, share: float, shares: float) -> tuple[Any, Any]:
             return leaf.map(marked)
         if isinstance(leaf, Marker):
             return leaf.settled()
-        return row_mean(leaf, share, shares)
+        return row_mean(leaf, weight, total_weight)
 
-    return marked(output.loss), map_markers(marked, output.aux)
+    return {"loss": marked(output.loss), "aux": map_markers(marked, output.aux)}
 
 
 def as_returned(values: Any, returned: Any) -> Any:
@@ -93,7 +92,7 @@ def as_returned(values: Any, returned: Any) -> Any:
 def _check_loss(caller: str, loss: Any) -> None:
     for term in terms_of(loss):
         if isinstance(term, Term):
-            term.check(f"the loss of {caller}")
+            term.check(f"{caller}(loss_fn)")
         total = _total(term)
         is_real = is_inexact(total) and jnp.isrealobj(total)
         if not is_real or jnp.shape(total) != ():

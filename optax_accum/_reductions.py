@@ -58,17 +58,30 @@ class Marker(abc.ABC):
 class Mergeable(Marker):
     """A marker that needs no more room for many micro-batches than for one."""
 
-    @abc.abstractmethod
     def neutral(self) -> Self:
         """What changes nothing when it is merged with others, of these settled types.
 
         Made by ``zeros_like`` or ``full_like``, which keep the sharding of an array and
         the axes of a ``shard_map`` over which it varies.
         """
+        return jax.tree.map(jnp.zeros_like, self)
+
+    def merge(self, later: Self) -> Self:
+        """This and the `later` one, put together.
+
+        Raises:
+          TypeError: they are of different kinds.
+        """
+        if type(self) is not type(later):
+            raise TypeError(
+                f"a `{type(self).__name__}` must be merged with one of its kind, got "
+                f"`{type(later).__name__}`; merge what has the same meaning."
+            )
+        return self.merged(later)
 
     @abc.abstractmethod
-    def merge(self, later: Self) -> Self:
-        """This and the `later` one, put together."""
+    def merged(self, later: Self) -> Self:
+        """`merge`, of the same kind."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,8 +119,7 @@ class _Extreme(_Leafwise, Mergeable):
     def neutral(self) -> Self:
         return type(self)(jax.tree.map(lambda x: _extreme(x, self.start), self.x))
 
-    def merge(self, later: Self) -> Self:
-        """Of both, entry by entry."""
+    def merged(self, later: Self) -> Self:
         return type(self)(jax.tree.map(self.choose, self.value, later.value))
 
 
@@ -159,11 +171,7 @@ class Last(_Leafwise, Mergeable):
       4.0
     """
 
-    def neutral(self) -> Self:
-        return type(self)(jax.tree.map(jnp.zeros_like, self.x))
-
-    def merge(self, later: Self) -> Self:
-        """The later one."""
+    def merged(self, later: Self) -> Self:
         return later
 
 

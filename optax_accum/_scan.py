@@ -12,14 +12,21 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._arguments import Place, Roles, find, replace, values_at
 from optax_accum._checks import check_callable, check_index, check_unroll
-from optax_accum._fold import fold, gather, start, values_of, values_of_whole
+from optax_accum._fold import (
+    check_last,
+    fold,
+    gather,
+    start,
+    values_of,
+    values_of_whole,
+)
 from optax_accum._loss import (
     divide_gradients,
     factors_of,
     must_count,
     objective,
-    scale_gradients,
     select_gradients,
+    weigh_gradients,
     weighs,
     weight_of,
     weights_of,
@@ -42,6 +49,7 @@ from optax_accum._sums import add_to_sum, read_sums, zero_sums
 class Job(NamedTuple):
     """One call of a function, ready to be taken through its micro-batches."""
 
+    caller: str  # whose errors there are
     # (trained, microbatch, index, carry, rows) -> Output
     call: Callable[[tuple, tuple, ArrayLike, tuple, int], Output]
     trained: tuple[Any, ...]  # the differentiated arguments
@@ -95,7 +103,7 @@ def prepare(
             return read_output(caller, returned, carry, has_aux, rows)
 
         split = split_rows(rows, *options)
-        return Job(call, trained, batch, settle(carry), split, axis, unroll)
+        return Job(caller, call, trained, batch, settle(carry), split, axis, unroll)
 
     return job
 
@@ -105,7 +113,7 @@ def accumulate_gradients(
 ) -> Accumulated:
     """The gradient and the outputs of the whole batch."""
     if job.split.is_whole:
-        return _differentiate_whole(job, accumulator_dtype)
+        return _differentiate_whole(job, None if compensated else accumulator_dtype)
     form = _form_of(job)
     loss, split = form.output.loss, job.split
     denominators = _count(job, form) if must_count(loss) else ()
@@ -119,12 +127,12 @@ def accumulate_gradients(
             return objective(output.loss, factors, share), output
 
         grads, output = jax.grad(micro_objective, has_aux=True)(job.trained)
-        weighted = scale_gradients(grads, loss, share)
-        return weighted, as_markers(output, share, split.shares), output.carry
+        grads = weigh_gradients(grads, output.loss, share)
+        return grads, as_markers(output, *split.weights(rows)), output.carry
 
     zeros = zero_sums(job.trained, accumulator_dtype, compensated)
     sums, whole, carry = _scan(job, visit, zeros, form.markers)
-    grads = divide_gradients(read_sums(sums), loss, whole[0], split)
+    grads = divide_gradients(read_sums(sums), loss, whole["loss"], split)
     return _result(job, form.output, whole, values_of(whole), grads, carry)
 
 
@@ -137,24 +145,22 @@ def evaluate(job: Job) -> Accumulated:
 
     def visit(microbatch, index, carry, rows):
         output = job.call(job.trained, microbatch, index, carry, rows)
-        share = rows / split.microbatch_size
-        return (), as_markers(output, share, split.shares), output.carry
+        return (), as_markers(output, *split.weights(rows)), output.carry
 
     _, whole, carry = _scan(job, visit, (), form.markers)
     return _result(job, form.output, whole, values_of(whole), (), carry)
 
 
 def _differentiate_whole(job: Job, accumulator_dtype: DTypeLike | None) -> Accumulated:
-    """All rows at once: no loop, no sum."""
+    """All rows at once: no loop, no sum, nothing to compensate."""
 
     def whole_objective(trained):
         output = job.call(trained, job.batch, 0, job.carry, job.split.rows)
         return values_of_whole(output.loss), output
 
     grads, output = jax.grad(whole_objective, has_aux=True)(job.trained)
-    if accumulator_dtype is not None:
-        grads = widen(grads, accumulator_dtype)
-    return _result_of_whole(job, output, grads)
+    grads = select_gradients(grads, output.loss)
+    return _result_of_whole(job, output, widen(grads, accumulator_dtype))
 
 
 # -- The loop
@@ -164,7 +170,7 @@ class Form(NamedTuple):
     """The types of what one micro-batch comes to, known before any of them runs."""
 
     output: Output
-    markers: tuple[Any, Any]  # of loss and aux
+    markers: dict[str, Any]  # of the loss and of aux
     weights: tuple[Any, ...]
 
 
@@ -176,7 +182,7 @@ def _form_of(job: Job) -> Form:
         microbatch = take_microbatch(stacked, 0, split, job.axis)
         rows = split.microbatch_size
         output = job.call(job.trained, microbatch, 0, job.carry, rows)
-        markers = as_markers(output, 1, split.shares)
+        markers = as_markers(output, *split.weights(rows))
         return Form(output, markers, weights_of(output.loss))
 
     return jax.eval_shape(first)
@@ -232,6 +238,7 @@ def _scan(job: Job, visit: Callable, zeros: Any, form: Any) -> tuple[Any, Any, t
     if split.remainder:
         last, rows = take_remainder(job.batch, split, axis), split.remainder
         grads, rest, carry = visit(last, split.num_microbatches, carry, rows)
+        check_last(job.caller, rest, form)
         sums = add_gradients(sums, grads)
     return sums, gather(merged, kept, rest, form, split), carry
 
@@ -241,20 +248,19 @@ def _scan(job: Job, visit: Callable, zeros: Any, form: Any) -> tuple[Any, Any, t
 
 def _result(job, output, whole, values, grads, carry) -> Accumulated:
     """Of the types of one output, and the markers and values of all together."""
-    (whole_loss, _), (loss, aux) = whole, values
     return Accumulated(
-        loss=loss,
-        aux=aux,
+        loss=values["loss"],
+        aux=values["aux"],
         returned=(output.loss, output.aux),
-        grads=select_gradients(grads, output.loss, whole_loss),
+        grads=grads,
         carry=carry,
-        weight=weight_of(output.loss, whole_loss, job.split.rows),
-        weighs=weighs(output.loss, whole_loss),
+        weight=weight_of(output.loss, whole["loss"], job.split.rows),
+        weighs=weighs(whole["loss"]),
     )
 
 
 def _result_of_whole(job, output, grads) -> Accumulated:
-    whole = output.loss, output.aux
+    whole = {"loss": output.loss, "aux": output.aux}
     return _result(job, output, whole, values_of_whole(whole), grads, output.carry)
 
 

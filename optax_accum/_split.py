@@ -38,6 +38,13 @@ class Split(NamedTuple):
             return self.num_microbatches
         return self.rows / self.microbatch_size
 
+    def weights(self, rows: int) -> tuple[int, int]:
+        """What a micro-batch of `rows` rows weighs by these, and all of them together.
+
+        Integers, so that the mean of a constant is that constant.
+        """
+        return (rows, self.rows) if self.remainder else (1, self.num_microbatches)
+
 
 def check_split(
     caller: str, num_microbatches: Any, microbatch_size: Any, group_size: Any

@@ -53,7 +53,8 @@ def add_to_sum(total: Any, term: ArrayLike) -> Any:
     # Not a cast there and back, which a compiler may leave out: excess precision.
     bits = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(exact, bits.nexp, bits.nmant)
-    return Compensated(rounded.astype(dtype), (exact - rounded).astype(dtype))
+    error = jnp.where(jnp.isfinite(rounded), exact - rounded, jnp.zeros_like(exact))
+    return Compensated(rounded.astype(dtype), error.astype(dtype))
 
 
 def term_dtype(total: Any) -> jnp.dtype:

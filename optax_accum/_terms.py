@@ -13,7 +13,6 @@ from optax_accum._numerics import (
     add,
     divide,
     is_inexact,
-    is_numeric,
     is_real,
     kind_of,
     ratio,
@@ -23,6 +22,27 @@ from optax_accum._numerics import (
     widen,
 )
 from optax_accum._reductions import Mergeable, check_leaves, is_marker, register
+
+
+class SizeHint:
+    """How many entries were summed, if known; all of them are equal.
+
+    It changes no result: before they are differentiated, totals are divided by a power
+    of two near it, so that gradients of 16 bits stay in range. So the branches of a
+    ``lax.cond`` may differ in it, as may the carry and the result of a scan.
+    """
+
+    def __init__(self, size: int | None = None):
+        self.size = size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SizeHint)
+
+    def __hash__(self) -> int:
+        return hash(SizeHint)
+
+    def __repr__(self) -> str:
+        return f"SizeHint({self.size})"
 
 
 class Term(Mergeable):
@@ -49,12 +69,12 @@ class Term(Mergeable):
     def __add__(self, other: Any) -> Any:
         if isinstance(other, int | float) and other == 0:  # with which `sum` starts
             return self
-        return Terms((*terms_of(self), *terms_of(_check_summand(self, other))))
+        return Terms((*terms_of(self), *terms_of(_summand_for(self, other))))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self + -_check_summand(self, other)
+        return self + -_summand_for(self, other)
 
     def __rsub__(self, other: Any) -> Any:
         return -self + other
@@ -77,9 +97,7 @@ class Mean(Term):
         of any shape, or a pytree of them.
       weight: what it counts for, a real scalar >= 0: rows, or unmasked tokens. It is
         data: not differentiated. With weight 0 the total is 0, whatever it holds.
-      size: how many entries were summed, if known. It is static and changes no result:
-        before they are differentiated, totals are divided by a power of two near it,
-        which keeps gradients of 16 bits in range.
+      size: how many entries were summed, where `mean` knows; it changes no result.
 
     Examples:
       >>> first, second = optax_accum.Mean(3.0, 1.0), optax_accum.Mean(9.0, 9.0)
@@ -89,7 +107,7 @@ class Mean(Term):
 
     total: Any
     weight: Any
-    size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    size: SizeHint = dataclasses.field(default=SizeHint(), metadata={"static": True})
 
     @property
     def value(self) -> Any:
@@ -108,11 +126,7 @@ class Mean(Term):
         total = jax.tree.map(counted, widen(self.total))
         return dataclasses.replace(self, total=total, weight=weight)
 
-    def neutral(self) -> Self:
-        return jax.tree.map(jnp.zeros_like, self)
-
-    def merge(self, later: Self) -> Self:
-        """The mean over both, each by its weight."""
+    def merged(self, later: Self) -> Self:
         one, other = self.settled(), later.settled()
         return dataclasses.replace(
             one,
@@ -133,35 +147,16 @@ class Mean(Term):
             )
 
 
-@register
-class Sum(Term):
-    """A sum over all micro-batches: added up, not averaged.
-
-    As a loss, for one that already divides by a count known for the whole batch. In
-    aux, for counts: integers stay integers.
-
-    Attributes:
-      x: in a loss a real floating scalar, in aux numbers of any shape, or a pytree.
-
-    Examples:
-      >>> print(optax_accum.Sum(3).merge(optax_accum.Sum(4)).value)
-      7
-    """
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Added(Term):
+    """What is added up. Integers stay integers."""
 
     x: Any
-
-    @property
-    def value(self) -> Any:
-        return self.settled().x
 
     def settled(self) -> Self:
         return dataclasses.replace(self, x=jax.tree.map(_summand, self.x))
 
-    def neutral(self) -> Self:
-        return jax.tree.map(jnp.zeros_like, self)
-
-    def merge(self, later: Self) -> Self:
-        """Both, added."""
+    def merged(self, later: Self) -> Self:
         return jax.tree.map(add, self.settled(), later.settled())
 
     def scaled(self, factor: ArrayLike) -> Self:
@@ -172,25 +167,47 @@ class Sum(Term):
 
 
 @register
-class RowMean(Sum):
-    """A mean over rows, as a plain scalar is one: its denominator is known beforehand.
+class Sum(_Added):
+    """A sum over all micro-batches: added up, not averaged.
+
+    As a loss, for one that already divides by a count known for the whole batch. In
+    aux, for counts: integers stay integers.
+
+    Where a window crosses calls, each call weighs 1, so that the optimizer gets the
+    mean of their sums; ``accumulate(..., reduction="sum")`` adds them up.
 
     Attributes:
-      x: the scalar times `share`, the rows of this micro-batch over those of one of the
-        common size.
-      shares: the sum of `share` over all micro-batches.
-    """
+      x: in a loss a real floating scalar, in aux numbers of any shape, or a pytree.
 
-    shares: float = dataclasses.field(default=1, metadata={"static": True})
+    Examples:
+      >>> print(optax_accum.Sum(3).merge(optax_accum.Sum(4)).value)
+      7
+    """
 
     @property
     def value(self) -> Any:
-        return divide(self.x, self.shares)
+        return self.settled().x
 
 
-def row_mean(x: ArrayLike, share: float, shares: float) -> RowMean:
+@register
+class RowMean(_Added):
+    """A mean over rows, which a plain scalar is: its denominator is known beforehand.
+
+    Attributes:
+      x: the scalar times what this micro-batch weighs.
+      weight: what all micro-batches together weigh.
+    """
+
+    weight: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def value(self) -> Any:
+        return divide(self.x, self.weight)
+
+
+def row_mean(x: ArrayLike, weight: int, total_weight: int) -> RowMean:
     """`x` as a `RowMean`."""
-    return RowMean(scale(x, share, sum_dtype(jnp.result_type(x))), shares)
+    return RowMean(scale(x, weight, sum_dtype(jnp.result_type(x))), total_weight)
 
 
 @register
@@ -221,8 +238,7 @@ class Terms(Term):
     def neutral(self) -> Self:
         return self.map(lambda term: term.neutral())
 
-    def merge(self, later: Self) -> Self:
-        """Both, term by term."""
+    def merged(self, later: Self) -> Self:
         return self.map(lambda one, other: one.merge(other), later)
 
     def scaled(self, factor: ArrayLike) -> Self:
@@ -241,68 +257,6 @@ class Terms(Term):
 def terms_of(loss: Any) -> tuple[Any, ...]:
     """The terms of a loss: each a `Mean`, a `Sum`, or a scalar."""
     return loss.terms if isinstance(loss, Terms) else (loss,)
-
-
-def mean(
-    x: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None
-) -> Mean:
-    r"""The mean over all entries of `x` in all micro-batches together.
-
-    Write it where ``jnp.mean(x, where=mask)`` stood. That is a mean over the entries of
-    one micro-batch, and the mean of such means is another one than that over all
-    entries, unless every micro-batch has as many. This is :math:`\sum w x / \sum w`
-    over all of them.
-
-    Args:
-      x: numbers of any shape; integers and booleans count as floats.
-      where: which entries count. Booleans, broadcast to the shape of `x`.
-      weights: what each entry counts for, real numbers >= 0 (under ``jit`` a negative
-        one cannot be refused): a scalar, or as many axes as `x`, each of the same size
-        or of size 1. They are data: not differentiated.
-
-    Returns:
-      A `Mean` of scalars: in float32, or float64 or complex where `x` is. Entries that
-      do not count add exactly nothing, even where they are NaN. If none counts, its
-      value is 0.
-
-    Raises:
-      TypeError: `x` or `weights` are no numbers, or `where` no booleans.
-      ValueError: `where` or `weights` do not fit the shape of `x`.
-
-    Examples:
-      >>> losses = jnp.array([[3.0, 7.0], [1.0, 1.0]])
-      >>> loss = optax_accum.mean(losses, where=losses < 5)
-      >>> print(loss.total, loss.weight, loss.value)
-      5.0 3.0 1.6666666
-
-    References:
-      Hugging Face, `Fixing Gradient Accumulation
-      <https://huggingface.co/blog/gradient_accumulation>`_, 2024.
-    """
-    if not is_numeric(x):
-        raise TypeError(f"`mean(x)` must be given numbers, got {kind_of(x)}.")
-    wide = jnp.asarray(widen(x))
-    if where is None and weights is None:
-        count = jnp.full((), wide.size, weight_dtype(wide))
-        return Mean(jnp.sum(wide), count, wide.size)
-    counts = jax.lax.stop_gradient(_entry_weights(wide, where, weights))
-    # Selected, not multiplied alone: zero times NaN would be NaN.
-    counted = jnp.where(counts != 0, wide, jnp.zeros_like(wide))
-    total = jnp.sum(counted * counts.astype(wide.dtype))
-    return Mean(total, jnp.sum(counts), wide.size)
-
-
-def _entry_weights(x: jax.Array, where: Any, weights: Any) -> jax.Array:
-    """What each entry of `x` counts for, in its shape."""
-    counts = jnp.ones_like(x, weight_dtype(x))
-    if weights is not None:
-        _check_weights(x, weights)
-        counts = jnp.broadcast_to(jnp.asarray(weights, counts.dtype), x.shape)
-    if where is not None:
-        _check_where(x, where)
-        where = jnp.broadcast_to(jnp.asarray(where), x.shape)
-        counts = jnp.where(where, counts, jnp.zeros_like(counts))
-    return counts
 
 
 # -- Arithmetic in the dtypes of sums
@@ -336,48 +290,23 @@ def _check_factor(term: Term, factor: Any) -> Any:
     if _is_real_scalar(factor):
         return factor
     raise TypeError(
-        f"a `{type(term).__name__}` must be multiplied by a real scalar, got "
-        f"{_kind(factor)}; what is not linear in it takes its `.value`, which is that "
-        "of one micro-batch."
+        f"a `{type(term).__name__}` must be multiplied or divided by a real scalar, "
+        f"got {_kind(factor)}; what is not linear in it takes its `.value`, which is "
+        "that of one micro-batch."
     )
 
 
-def _check_summand(term: Term, other: Any) -> Any:
-    if isinstance(other, Term) or _is_real_scalar(other):
+def _summand_for(term: Term, other: Any) -> Any:
+    """`other` as a term. A Python number follows the dtype of `term`, as in JAX."""
+    if isinstance(other, Term):
         return other
+    if _is_real_scalar(other):
+        is_weak = not is_inexact(other) or getattr(
+            other, "weak_type", type(other) is float
+        )
+        dtype = weight_dtype(term) if is_weak else jnp.result_type(other)
+        return jnp.asarray(other, dtype)
     raise TypeError(
         f"to a `{type(term).__name__}` must be added a `Mean`, a `Sum` or a real "
-        f"scalar, got {_kind(other)}; add its mean."
+        f"scalar, got {_kind(other)}; reduce it with `jnp.mean` or `optax_accum.mean`."
     )
-
-
-def _check_where(x: jax.Array, where: Any) -> None:
-    if not is_numeric(where) or jnp.result_type(where) != jnp.bool_:
-        raise TypeError(
-            f"`mean(where=...)` must be booleans, got {kind_of(where)}; write "
-            "`mask != 0`, or say `weights=`."
-        )
-    try:
-        fits = jnp.broadcast_shapes(jnp.shape(where), x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"`mean(where=...)` must broadcast to the shape of `x`, {x.shape}, got "
-            f"{jnp.shape(where)}; give the mask an axis, as in `mask[:, None]`."
-        )
-
-
-def _check_weights(x: jax.Array, weights: Any) -> None:
-    if not is_real(weights):
-        raise TypeError(
-            f"`mean(weights=...)` must be real numbers, got {kind_of(weights)}."
-        )
-    shape = jnp.shape(weights)
-    sizes = zip(shape, x.shape, strict=False)
-    if shape and (len(shape) != x.ndim or any(n not in (1, m) for n, m in sizes)):
-        raise ValueError(
-            f"`mean(weights=...)` must have the axes of `x`, {x.shape}, each of the "
-            f"same size or of size 1, got {shape}; write `weights[:, None]` for a "
-            "weight of each row."
-        )

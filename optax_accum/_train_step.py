@@ -124,8 +124,8 @@ def make_train_step(
       optimizer: the one that made the state. Its ``update`` also receives ``weight=``
         (see below) and ``value=`` (the loss), if it takes extra arguments, and whatever
         arrays are passed as `extra`, which go first. Under `accumulate`, a window of
-        several calls is then weighed as one batch; only of a loss of one term, for of
-        several the denominators would have to be known when the window opens. (A
+        several calls is then weighed as one batch, if the loss has one term: of several
+        the denominators would have to be known when the window opens. (A
         function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
         a loop of yours.)
       num_microbatches: as for `value_and_grad`.
@@ -149,7 +149,8 @@ def make_train_step(
       ``weight``, what the call weighs in a window: the total weight of a `Mean`, the
       rows of a plain scalar, otherwise 1, unless `extra` says something else;
       ``emitted``, whether the optimizer stepped; and ``aux``. Where nothing counted,
-      total weights of 0, there is no step.
+      total weights of 0, there is no step. (An optimizer with `accumulate` anywhere in
+      it is called all the same, with weight 0, for its window counts the call.)
 
     Raises:
       TypeError: as `value_and_grad`.
@@ -304,7 +305,8 @@ def _check_terms(whole: Accumulated, opt_state: optax.OptState) -> None:
             "`train_step` must be given a loss of one term where a window crosses "
             f"calls, got {len(terms)}, whose denominators would have to be known when "
             "it opens; take the whole window in one call, or divide by counts of the "
-            "whole window in the loss and return a `Sum`."
+            "whole window in the loss, return a `Sum`, and let `accumulate` add them "
+            'up by `reduction="sum"`.'
         )
 
 

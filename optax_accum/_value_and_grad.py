@@ -56,6 +56,9 @@ def value_and_grad(
     come from parameters or states cost what it takes to compute them. A host callback
     in `fun` runs once more, and what it depends on with it. One term is never counted.
 
+    A term of total weight 0 is 0, and a micro-batch in which no term counts adds
+    nothing, even if its gradient is NaN.
+
     The arrays in the batch arguments are split by rows: micro-batch :math:`i` takes
     rows :math:`i, i+N, i+2N, \dots` Scalars, None and what is no array in them pass
     whole, as do all arguments that are not named: of a loss of ``(params, x, y)`` with
@@ -216,7 +219,7 @@ def value(
 ) -> Callable:
     """A loss in micro-batches, without its gradient: for evaluation.
 
-    The very value that `value_and_grad` gives, in the memory of one forward pass of one
+    The value that `value_and_grad` gives, in the memory of one forward pass of one
     micro-batch. Nothing is counted beforehand, whatever the loss consists of.
 
     Args:

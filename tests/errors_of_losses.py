@@ -9,6 +9,7 @@ from optax_accum import (
     Last,
     Max,
     Mean,
+    Min,
     Stack,
     Sum,
     accumulate,
@@ -82,7 +83,7 @@ CASES = {
     ),
     "a mean with a weight for each row": (
         TypeError,
-        ["loss of grad|loss of value_and_grad", "weight is a real scalar", "sum it"],
+        ["value_and_grad", "`Mean` whose weight", "weight is a real scalar", "sum it"],
         lambda: gradient(lambda w, x: Mean(jnp.sum(w * x), x)),
         lambda: gradient(lambda w, x: Mean(jnp.sum(w * x), jnp.sum(x))),
     ),
@@ -146,6 +147,30 @@ CASES = {
         [r"aux\['m'\]", "`Concat`", r"float32\[\]"],
         lambda: report(lambda x: Concat(x[0])),
         lambda: report(lambda x: Stack(x[0])),
+    ),
+    "a last micro-batch of another shape": (
+        TypeError,
+        ["last, smaller", r"float32\[2\] at \['aux'\]\['m'\].x", r"\[4\] is exp"],
+        lambda: report(Sum, num_microbatches=None, microbatch_size=4),
+        lambda: report(Concat, num_microbatches=None, microbatch_size=4),
+    ),
+    "a last micro-batch of one row": (
+        TypeError,
+        ["last, smaller", r"float32\[1\]", "num_microbatches"],
+        lambda: report(Stack, num_microbatches=None, microbatch_size=5),
+        lambda: report(Stack, num_microbatches=None, microbatch_size=3),
+    ),
+    "a last micro-batch of another loss": (
+        TypeError,
+        ["last, smaller", r"\['loss'\]"],
+        lambda: gradient(
+            lambda w, x: mean(w * x) if x.shape[0] == 4 else jnp.mean(w * x),
+            num_microbatches=None,
+            microbatch_size=4,
+        ),
+        lambda: gradient(
+            lambda w, x: mean(w * x), num_microbatches=None, microbatch_size=4
+        ),
     ),
     # Carried state.
     "a carried state of another dtype": (
@@ -226,13 +251,13 @@ CASES = {
     ),
     "a product of means": (
         TypeError,
-        ["`Mean`", "multiplied by a real scalar", "got Mean", r"\.value"],
+        ["`Mean`", "multiplied or divided by a real scalar", "got Mean", r"\.value"],
         lambda: mean(X) * mean(X),
         lambda: mean(X) * mean(X).value,
     ),
     "a mean times an array": (
         TypeError,
-        ["`Mean`", "multiplied by a real scalar", r"float32\[6\]"],
+        ["`Mean`", "multiplied or divided by a real scalar", r"float32\[6\]"],
         lambda: X * mean(X),
         lambda: X[0] * mean(X),
     ),
@@ -244,9 +269,15 @@ CASES = {
     ),
     "a mean and an array": (
         TypeError,
-        ["to a `Mean` must be added", r"float32\[6\]", "add its mean"],
+        ["to a `Mean` must be added", r"float32\[6\]", "optax_accum.mean"],
         lambda: mean(X) + X,
         lambda: mean(X) + jnp.mean(X),
+    ),
+    "a maximum and a minimum": (
+        TypeError,
+        ["`Max`", "merged with one of its kind", "got `Min`"],
+        lambda: Max(1.0).merge(Min(1.0)),
+        lambda: Max(1.0).merge(Max(1.0)),
     ),
     "a sum and a maximum": (
         TypeError,
@@ -257,13 +288,25 @@ CASES = {
     # Sums.
     "compensated sums in float32": (
         ValueError,
-        ["compensated", "narrower than float32", "got None"],
+        ["compensated", "of 16 bits", "got None"],
         lambda: grad(two_terms, compensated=True),
         lambda: grad(two_terms, accumulator_dtype="bfloat16", compensated=True),
     ),
+    "sums in 8 bits": (
+        ValueError,
+        ["accumulator_dtype", "at least 16 bits", "got float8_e5m2"],
+        lambda: accumulate(SGD, 2, accumulator_dtype="float8_e5m2"),
+        lambda: accumulate(SGD, 2, accumulator_dtype="bfloat16"),
+    ),
+    "compensated sums in no dtype": (
+        TypeError,
+        ["accumulator_dtype", "floating dtype or None", "got 'spam'"],
+        lambda: accumulate(SGD, 2, accumulator_dtype="spam", compensated=True),
+        lambda: accumulate(SGD, 2, accumulator_dtype="bfloat16", compensated=True),
+    ),
     "compensated sums in float32 at door 1": (
         ValueError,
-        ["compensated", "narrower than float32", "got float32"],
+        ["compensated", "of 16 bits", "got float32"],
         lambda: accumulate(SGD, 2, accumulator_dtype="float32", compensated=True),
         lambda: accumulate(SGD, 2, accumulator_dtype="float16", compensated=True),
     ),

@@ -236,6 +236,26 @@ def test_a_term_in_which_nothing_counts(split):
     assert (loss, grad) == (5.0, 5.0)
 
 
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("split", [{"num_microbatches": 2}, {"microbatch_size": 4}])
+def test_a_microbatch_of_padding_whose_gradient_is_nan(split, terms):
+    """Centred by its own tokens, of which there are none: 0 / 0 on the way."""
+
+    def loss_fn(w, batch):
+        values = w * batch["x"]
+        kept = batch["mask"].astype(jnp.float32)
+        centre = jnp.sum(values * kept) / jnp.sum(kept)
+        loss = mean((values - centre) ** 2, where=batch["mask"])
+        return sum([loss] * terms)
+
+    x, rows = jnp.arange(1.0, 7.0), jnp.arange(6)
+    padding = rows % 2 == 0 if "num_microbatches" in split else rows > 3
+    grad = optax_accum.grad(loss_fn, **split)(1.0, {"x": x, "mask": ~padding})
+    # All that counts is in the other micro-batch.
+    expected = terms * 2 * np.var(np.asarray(x)[~np.asarray(padding)])
+    np.testing.assert_allclose(grad, expected, rtol=24 * F32_ULP)
+
+
 # -- Weights are data
 
 

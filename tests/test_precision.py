@@ -12,7 +12,7 @@ from helpers import feed, types
 from losses import normal
 
 import optax_accum
-from optax_accum import accumulate, mean
+from optax_accum import Sum, accumulate, mean
 
 ENTRIES = 20_000
 
@@ -201,17 +201,70 @@ def test_fractional_weights_in_float64(x64):
 
 
 @pytest.mark.parametrize("terms", [1, 2])
-def test_small_gradients_of_16_bits_do_not_vanish(terms):
-    """Of many tokens in float16: the cotangents are as large as in a plain mean."""
+def test_gradients_of_16_bits_stay_in_range(terms):
+    """Of many tokens in float16: cotangents are as small as in a plain mean.
+
+    Not divided before the end, 4096 times 32 would be infinite.
+    """
 
     def loss_fn(w, x):
         total = mean((w * x).astype(jnp.float32), where=x > 0)
         return sum([total] * terms)
 
-    w, x = jnp.ones((), jnp.float16), jnp.ones((8, 4096), jnp.float16)
+    w, x = jnp.ones((), jnp.float16), jnp.full((8, 4096), 32, jnp.float16)
     for n in (1, 8):
         grad = jax.jit(optax_accum.grad(loss_fn, num_microbatches=n))(w, x)
         # One rounding to float16, after sums whose roundings are all relative.
-        np.testing.assert_allclose(
-            grad, terms, rtol=8 * float(jnp.finfo("float16").eps)
+        rtol = 8 * float(jnp.finfo("float16").eps)
+        np.testing.assert_allclose(grad, 32 * terms, rtol=rtol)
+
+
+def test_one_microbatch_is_not_rounded_by_compensated_sums():
+    """There is nothing to sum: the optimizer gets the gradient as it is."""
+    optimizer = optax.sgd(1.0)
+
+    def loss_fn(w, x):
+        return jnp.mean(w * x)
+
+    for n in (1, 2):
+        step = optax_accum.make_train_step(
+            loss_fn,
+            optimizer,
+            num_microbatches=n,
+            accumulator_dtype="bfloat16",
+            compensated=True,
         )
+        state = optax_accum.init_train_state(0.0, optimizer)
+        state, _ = step(state, jnp.full(4, 1.2345678))
+        # 16 bits of the sum and of what was rounded off
+        np.testing.assert_allclose(-state.params, 1.2345678, rtol=2.0**-16)
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_what_is_infinite_stays_infinite(compensated):
+    tx = accumulate(
+        optax.sgd(1.0), 3, accumulator_dtype="bfloat16", compensated=compensated
+    )
+    updates, _ = feed(tx, [1.0, np.inf, 2.0], jnp.float32(0))
+    assert updates[-1] == -np.inf
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_python_numbers_follow_the_dtype_of_a_term(n, x64):
+    """As in ``jnp.mean(x) + 0.5``, also where JAX has doubles."""
+    x = normal(0, 8)
+    losses = [
+        lambda w, x: mean(w * x) + 0.5,
+        lambda w, x: 1 - mean(w * x),
+        lambda w, x: mean(w * x) + True + 0.5 * Sum(jnp.sum(x)),
+        lambda w, x: mean(w * x) + mean((w * x).astype(jnp.float64)),
+    ]
+    dtypes = [
+        optax_accum.value(loss_fn, num_microbatches=n)(jnp.float32(1), x).dtype
+        for loss_fn in losses
+    ]
+    assert dtypes == [jnp.float32, jnp.float32, jnp.float32, jnp.float64]
+    for loss_fn in losses:
+        grad = optax_accum.grad(loss_fn, num_microbatches=n)(jnp.float32(1), x)
+        expected = jax.grad(lambda w, f=loss_fn: f(w, x).value)(jnp.float32(1))
+        np.testing.assert_allclose(grad, expected, rtol=1e-5)  # 8 terms that cancel

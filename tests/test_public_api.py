@@ -33,6 +33,7 @@ LAYERS = [
     "_sums",
     "_reductions",
     "_terms",
+    "_mean",
     "_skip",
     "_split",
     "_outputs",
