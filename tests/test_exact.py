@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F32_ULP
+from helpers import F32_ULP, auto_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from losses import LOSSES, ROWS, largest_relative_error, normal, unsplit
 
 import optax_accum
@@ -142,6 +143,22 @@ def test_token_weighted_means(totals, weights, right, mean_of_means):
     if mean_of_means is not None:
         naive = plain_average(token_loss, jnp.float32(1), batch, 2)
         np.testing.assert_allclose(naive, mean_of_means, rtol=2 * F32_ULP)
+
+
+@pytest.mark.parametrize("split", [{}, {"num_microbatches": 2}])
+def test_tokens_are_counted_over_devices_too(split):
+    """https://github.com/huggingface/transformers/issues/37474 : 1, and not the mean
+    over devices of the mean over their own tokens, which is 2.
+    """
+    batch = rows([8.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 5.0])
+    mesh = auto_mesh((2,), ("data",))
+    sharded = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    value_and_grad = jax.jit(optax_accum.value_and_grad(token_loss, **split))
+    assert value_and_grad(1.0, sharded) == (1.0, 1.0)
+
+    halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(2), slice(2, 4))]
+    alone = [jax.grad(unsplit(token_loss))(1.0, half) for half in halves]
+    assert sum(alone) / 2 == 2.0
 
 
 def test_the_error_of_mean_of_means_is_a_covariance():
