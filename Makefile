@@ -25,6 +25,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/readme.py
 
 notebooks: $(INSTALLED)

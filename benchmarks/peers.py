@@ -13,19 +13,14 @@ parameter-sized buffer.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
 import operator
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,10 +36,10 @@ from methods import (
     check_methods,
     make_problem,
 )
+from origin import ROOT, describe_origin
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
 REFERENCES = ("limit", "hand-written scan", "MultiSteps")
 OPTIMIZERS = {"AdamW": optax.adamw(1e-3), "Muon": optax.contrib.muon(1e-3)}
@@ -169,18 +164,7 @@ def size_of(tree: Any) -> int:
 
 def describe_run(scenario: Scenario) -> dict[str, Any]:
     params = jax.eval_shape(lambda: make_problem(scenario, optax.identity()).params)
-    packages = ("jax", "jaxlib", "optax", "optax_accum")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "commit": find_commit(),
-        "hardware": {
-            "platform": jax.devices()[0].platform,
-            "device": jax.devices()[0].device_kind,
-            "cpu_count": os.cpu_count(),
-            "cpu_model": find_cpu_model(),
-        },
-        "versions": {"python": platform.python_version()}
-        | {package: importlib.metadata.version(package) for package in packages},
+    return describe_origin() | {
         "scenario": scenario._asdict()
         | {
             "widths": list(scenario.widths),
@@ -189,25 +173,6 @@ def describe_run(scenario: Scenario) -> dict[str, Any]:
             "params_bytes": size_of(params),
         },
     }
-
-
-def find_commit() -> str | None:
-    """The commit, marked where files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
-
-
-def find_cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:  # not Linux
-        return platform.processor()
-    models = [line for line in lines if line.startswith("model name")]
-    return models[0].partition(":")[2].strip() if models else platform.processor()
 
 
 def measured(promise: Promise, records: list[dict[str, Any]]) -> float:

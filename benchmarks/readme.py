@@ -1,26 +1,29 @@
-"""Publishes what `peers.py` measured: fills the table of figures in README.md.
+"""Publishes what the benchmarks measured: fills the tables of figures in README.md.
 
-``python benchmarks/readme.py`` writes it; with ``--check`` it only tells whether that
+``python benchmarks/readme.py`` writes them; with ``--check`` it only tells whether that
 would change anything.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import precision
+from origin import ROOT, render_origin
+
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    figures = render(json.loads(options.results.read_text()))
-    old = options.readme.read_text()
-    new = fill(old, figures)
+    old = new = options.readme.read_text()
+    for name, render_results in RENDERERS.items():
+        results = json.loads((options.results / f"{name}.json").read_text())
+        new = fill(new, name, render_results(results))
     if not options.check:
         options.readme.write_text(new)
     elif new != old:
@@ -33,24 +36,25 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if not up to date"
     )
     return parser.parse_args(arguments)
 
 
-def fill(readme: str, figures: str) -> str:
-    """`readme` with `figures` between the markers."""
-    begins, ends = readme.count(BEGIN), readme.count(END)
-    if (begins, ends) != (1, 1) or readme.index(BEGIN) > readme.index(END):
+def fill(readme: str, name: str, figures: str) -> str:
+    """`readme` with `figures` between the markers of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    begins, ends = readme.count(begin), readme.count(end)
+    if (begins, ends) != (1, 1) or readme.index(begin) > readme.index(end):
         raise ValueError(
-            f"README.md must hold the lines `{BEGIN}` and `{END}` once each, in this "
+            f"README.md must hold the lines `{begin}` and `{end}` once each, in this "
             f"order, got {begins} and {ends} of them; put both where the figures go."
         )
-    before, _, rest = readme.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+    before, _, rest = readme.partition(begin)
+    after = rest.partition(end)[2]
+    return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
 def render(results: dict[str, Any]) -> str:
@@ -61,7 +65,7 @@ def render(results: dict[str, Any]) -> str:
         render_table([r for r in records if r["optimizer"] == optimizer])
         for optimizer in optimizers
     ]
-    return "\n\n".join([*tables, render_origin(results)])
+    return "\n\n".join([*tables, render_note(results)])
 
 
 def render_table(records: list[dict[str, Any]]) -> str:
@@ -88,25 +92,25 @@ def render_memory(record: dict[str, Any]) -> str:
     return f"{memory['arguments']:.2f} + {memory['temporaries']:.2f}"
 
 
-def render_origin(results: dict[str, Any]) -> str:
+def render_note(results: dict[str, Any]) -> str:
     """What the figures are of, and where they come from, in one paragraph."""
-    scenario, hardware = results["scenario"], results["hardware"]
-    machine = hardware["device"]
-    if hardware["platform"] == "cpu":
-        machine = f"{hardware['cpu_count']} cores of {hardware['cpu_model']}"
-    versions = ", ".join(f"{name} {v}" for name, v in results["versions"].items())
-    commit = f", commit {results['commit']}" if results["commit"] else ""
+    scenario = results["scenario"]
     return (
         "Time of one window: the median of its ratios to the other method's in the "
         f"same round, and their quartiles, over {scenario['rounds']} rounds. Memory: "
         "arguments + temporaries of the largest program, in P, the "
         f"{scenario['params_bytes'] / 1e6:.1f} MB of {scenario['dtype']} parameters. "
         f"A window is {scenario['num_microbatches']} micro-batches of "
-        f"{scenario['microbatch_size']} rows. {versions}; {machine}; "
-        f"{results['date']}{commit}. Made by `python benchmarks/peers.py` and "
-        "`python benchmarks/readme.py`."
+        f"{scenario['microbatch_size']} rows. {render_origin(results)} Made by "
+        "`python benchmarks/peers.py` and `python benchmarks/readme.py`."
     )
 
+
+# What each file of results becomes.
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "peers": render,
+    "precision": precision.render,
+}
 
 if __name__ == "__main__":
     main()

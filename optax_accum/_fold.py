@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._numerics import find_difference, widen
-from optax_accum._reductions import Concat, Marker, Mergeable, Stack, map_markers
+from optax_accum._reductions import Concat, Last, Marker, Mergeable, Stack, map_markers
 from optax_accum._split import Split, join_rows
 
 
@@ -14,7 +14,7 @@ def start(form: Any) -> Any:
     """What `fold` begins with.
 
     Args:
-      form: settled markers of one micro-batch, or ``jax.ShapeDtypeStruct``s of them.
+      form: widened markers of one micro-batch, or ``jax.ShapeDtypeStruct``s of them.
     """
     return map_markers(
         lambda m: m.neutral() if isinstance(m, Mergeable) else None, form
@@ -43,6 +43,8 @@ def check_last(caller: str, last: Any, form: Any) -> None:
     """
 
     def without_rows(marker):
+        if isinstance(marker, Last):
+            return None
         if not isinstance(marker, Concat):
             return marker
         return jax.tree.map(
@@ -53,8 +55,8 @@ def check_last(caller: str, last: Any, form: Any) -> None:
     if difference:
         raise TypeError(
             f"`{caller}` expects a function that returns the same types for the last, "
-            f"smaller micro-batch, got {difference}; `Concat` is for what has an entry "
-            "for each row, and `num_microbatches` makes micro-batches alike."
+            f"smaller micro-batch, got {difference}; mark by `Concat` what has an "
+            "entry for each row, or split by `num_microbatches`: all are alike then."
         )
 
 

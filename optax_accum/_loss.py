@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum._numerics import divide, ratio, scale, sum_dtype, weight_dtype
+from optax_accum._numerics import (
+    divide,
+    ratio,
+    scale,
+    sum_dtype,
+    varying_axes,
+    weight_dtype,
+)
 from optax_accum._split import Split
 from optax_accum._terms import Mean, Sum, Term, terms_of
 
@@ -30,7 +37,7 @@ def must_count(loss: Any) -> bool:
 def weights_of(loss: Any) -> tuple[Sum, ...]:
     """What a micro-batch adds to the denominators: the weight of every `Mean`."""
     means = (term for term in terms_of(loss) if isinstance(term, Mean))
-    return tuple(Sum(term.settled().weight) for term in means)
+    return tuple(Sum(term.widened().weight) for term in means)
 
 
 def factors_of(loss: Any, denominators: tuple[jax.Array, ...], split: Split) -> tuple:
@@ -70,7 +77,7 @@ def objective(loss: Any, factors: tuple, share: float) -> jax.Array:
 
     def total(term):
         if isinstance(term, Mean):
-            return term.settled().total
+            return term.widened().total
         if isinstance(term, Sum):
             return term.value
         return scale(term, share, sum_dtype(jnp.result_type(term)))
@@ -106,6 +113,7 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
       split: how the rows were split.
     """
     if isinstance(loss, Mean):
+        _check_varies_alike(sums, whole.weight)
         weight = jnp.where(whole.weight == 0, jnp.ones_like(whole.weight), whole.weight)
         divisor = divide(weight, _unit(loss, split))
     elif isinstance(loss, Term):
@@ -120,10 +128,17 @@ def select_gradients(grads: Any, loss: Any) -> Any:
 
     Selected, not multiplied: of rows that are all padding, gradients may be NaN.
     """
-    counts = weighs(loss)
+    counts = anything_counts(loss)
     if counts is True:
         return grads
-    return jax.tree.map(lambda g: jnp.where(counts, g, jnp.zeros_like(g)), grads)
+
+    def select(grad):
+        # A gradient that JAX has summed over devices is none of this device alone.
+        if varying_axes(counts) - varying_axes(grad):
+            return grad
+        return jnp.where(counts, grad, jnp.zeros_like(grad))
+
+    return jax.tree.map(select, grads)
 
 
 def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike:
@@ -133,20 +148,36 @@ def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike:
     in it counted.
     """
     if isinstance(loss, Mean):
-        return whole.settled().weight
+        return whole.widened().weight
     if not isinstance(loss, Term):
         return rows
-    counts = weighs(whole)
+    counts = anything_counts(whole)
     return 1 if counts is True else counts
 
 
-def weighs(loss: Any) -> bool | jax.Array:
+def anything_counts(loss: Any) -> bool | jax.Array:
     """Whether anything in a loss counts. A bool where it is known while tracing."""
     terms = terms_of(loss)
     if not all(isinstance(term, Mean) for term in terms):
         return True
-    counts = [term.settled().weight != 0 for term in terms]
+    counts = [term.widened().weight != 0 for term in terms]
     return functools.reduce(jnp.logical_or, counts)
+
+
+def _check_varies_alike(sums: Any, weight: jax.Array) -> None:
+    """Inside a ``shard_map``, a sum over devices is divided by a weight of all of them.
+
+    JAX sums the gradient with respect to what is the same on all devices.
+    """
+    for total in jax.tree.leaves(sums):
+        axes = varying_axes(weight) - varying_axes(total)
+        if axes:
+            raise ValueError(
+                "a loss inside `shard_map` must have a weight of all devices where its "
+                f"gradient is summed over them, got one that varies over {sorted(axes)}"
+                "; sum total and weight in the loss, `jax.lax.psum`, or give "
+                "parameters that vary, `jax.lax.pcast(params, axes, to='varying')`."
+            )
 
 
 def _unit(loss: Any, split: Split) -> float:

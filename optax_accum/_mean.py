@@ -33,7 +33,7 @@ def mean(
       weights: what each entry counts for, real numbers >= 0 (a negative one is not
         refused: under ``jit`` it cannot be seen): a scalar, or as many axes as `x`,
         each of the same size or of size 1. They are data: not differentiated. Where
-        parameters are float16, let them be about 1, which keeps gradients in range.
+        parameters are float16, scale them to about 1, or gradients may overflow.
 
     Returns:
       A `Mean` of scalars: in float32, or float64 or complex where `x` is. Entries that
@@ -58,32 +58,27 @@ def mean(
     if not is_numeric(x):
         raise TypeError(f"`mean(x)` must be given numbers, got {kind_of(x)}.")
     wide = jnp.asarray(widen(x))
+    size, dtype = SizeHint(wide.size), weight_dtype(wide)
     if where is None and weights is None:
-        count = jnp.full((), wide.size, weight_dtype(wide))
-        return Mean(jnp.sum(wide), count, SizeHint(wide.size))
+        return Mean(jnp.sum(wide), jnp.full((), wide.size, dtype), size=size)
     counts = jax.lax.stop_gradient(_entry_weights(wide, where, weights))
-    # Selected, not multiplied alone: zero times NaN would be NaN.
-    counted = jnp.where(counts != 0, wide, jnp.zeros_like(wide))
-    total = jnp.sum(counted * counts.astype(wide.dtype))
+    # Left out, not multiplied alone: zero times NaN would be NaN.
+    total = jnp.sum(wide * counts.astype(wide.dtype), where=counts != 0)
     repeats = wide.size // max(1, counts.size)
-    weight = scale(jnp.sum(counts), repeats, counts.dtype)
-    return Mean(total, weight, SizeHint(wide.size))
+    return Mean(total, scale(jnp.sum(counts), repeats, dtype), size=size)
 
 
 def _entry_weights(x: jax.Array, where: Any, weights: Any) -> jax.Array:
     """What each entry of `x` counts for, in a shape that broadcasts to that of `x`.
 
-    Not broadcast here: a mask that is replicated may meet rows that are sharded.
+    On an Explicit mesh what is replicated may meet what is sharded: sums and products
+    allow that, a select does not, so both sides of it are made alike before.
     """
-    if where is not None:
-        _check_where(x, where)
-    if weights is not None:
-        _check_weights(x, weights)
-    counts = _with_axes_of(x, 1 if weights is None else weights)
-    counts = counts.astype(weight_dtype(x))
-    if where is None:
-        return counts
-    return jnp.where(_with_axes_of(x, where), counts, jnp.zeros_like(counts))
+    counts = _with_axes_of(x, _check_weights(x, weights)).astype(weight_dtype(x))
+    valid = _with_axes_of(x, _check_where(x, where))
+    counts = counts + jnp.zeros_like(valid, counts.dtype)
+    valid = valid | jnp.zeros_like(counts, bool)
+    return jnp.where(valid, counts, jnp.zeros_like(counts))
 
 
 def _with_axes_of(x: jax.Array, entries: Any) -> jax.Array:
@@ -95,7 +90,10 @@ def _with_axes_of(x: jax.Array, entries: Any) -> jax.Array:
 # -- What it must be given
 
 
-def _check_where(x: jax.Array, where: Any) -> None:
+def _check_where(x: jax.Array, where: Any) -> Any:
+    """Which entries count; all by default."""
+    if where is None:
+        return True
     if not is_numeric(where) or jnp.result_type(where) != jnp.bool_:
         raise TypeError(
             f"`mean(where=...)` must be booleans, got {kind_of(where)}; write "
@@ -110,9 +108,13 @@ def _check_where(x: jax.Array, where: Any) -> None:
             f"`mean(where=...)` must broadcast to the shape of `x`, {x.shape}, got "
             f"{jnp.shape(where)}; give the mask an axis, as in `mask[:, None]`."
         )
+    return where
 
 
-def _check_weights(x: jax.Array, weights: Any) -> None:
+def _check_weights(x: jax.Array, weights: Any) -> Any:
+    """What entries count for; 1 by default."""
+    if weights is None:
+        return 1
     if not is_real(weights):
         raise TypeError(
             f"`mean(weights=...)` must be real numbers, got {kind_of(weights)}."
@@ -125,3 +127,4 @@ def _check_weights(x: jax.Array, weights: Any) -> None:
             f"same size or of size 1, got {shape}; write `weights[:, None]` for a "
             "weight of each row."
         )
+    return weights

@@ -42,6 +42,14 @@ def is_real(leaf: Any) -> bool:
     )
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of a ``shard_map`` over which `x` varies."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # its name until JAX 0.10
+        return aval.vma
+    return aval.manual_axis_type.varying
+
+
 def kind_of(leaf: Any) -> str:
     """A leaf as an error shall call it: ``float32[3,4]``, or the name of its type."""
     if not is_array(leaf):
@@ -49,10 +57,15 @@ def kind_of(leaf: Any) -> str:
     return f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}".replace(" ", "")
 
 
-def find_difference(tree: Any, expected: Any) -> str | None:
+def find_difference(tree: Any, expected: Any, name: str = "") -> str | None:
     """What `tree` has where it differs in structure, shape or dtype; None if nowhere.
 
     Compared leaf by leaf and not by ``==``, which containers may define as they like.
+
+    Args:
+      tree: what there is.
+      expected: what there should be.
+      name: what the answer shall call it.
     """
     kinds, expected_kinds = _kinds(tree), _kinds(expected)
     for path in expected_kinds | kinds:
@@ -61,7 +74,8 @@ def find_difference(tree: Any, expected: Any) -> str | None:
                 kinds.get(path, "nothing"),
                 expected_kinds.get(path, "nothing"),
             )
-            return f"{got} at {path or 'the top'}, where {wanted} is expected"
+            place = f"{name}{path}" or "the top"
+            return f"{got} at {place}, where {wanted} is expected"
     structure, wanted = jax.tree.structure(tree), jax.tree.structure(expected)
     return None if structure == wanted else f"{structure}, where {wanted} is expected"
 

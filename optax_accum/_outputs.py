@@ -24,14 +24,14 @@ class Output(NamedTuple):
 
 
 def read_output(
-    caller: str, returned: Any, carry: tuple, has_aux: bool, rows: int
+    caller: str, returned: Any, carry: dict[str, Any], has_aux: bool, rows: int
 ) -> Output:
     """The parts of what a function `returned` for a micro-batch of `rows` rows.
 
     Args:
       caller: whose error it is if it may not return that.
       returned: the loss, with what is beside it in a pair.
-      carry: the model state that the function was given, if any.
+      carry: the model state that the function was given, if any, under its name.
       has_aux: whether it returns aux.
       rows: how many entries a `Concat` must have.
     """
@@ -59,7 +59,7 @@ def read_output(
 
 
 def as_markers(output: Output, weight: int, total_weight: int) -> dict[str, Any]:
-    """Loss and aux with a settled marker at every place; a plain scalar is a mean.
+    """Loss and aux with a widened marker at every place; a plain scalar is a mean.
 
     Args:
       output: what a micro-batch came to.
@@ -71,7 +71,7 @@ def as_markers(output: Output, weight: int, total_weight: int) -> dict[str, Any]
         if isinstance(leaf, Terms):
             return leaf.map(marked)
         if isinstance(leaf, Marker):
-            return leaf.settled()
+            return leaf.widened()
         return row_mean(leaf, weight, total_weight)
 
     return {"loss": marked(output.loss), "aux": map_markers(marked, output.aux)}
@@ -90,9 +90,9 @@ def as_returned(values: Any, returned: Any) -> Any:
 
 
 def _check_loss(caller: str, loss: Any) -> None:
+    if isinstance(loss, Term):
+        loss.check(f"{caller}(loss_fn)")
     for term in terms_of(loss):
-        if isinstance(term, Term):
-            term.check(f"{caller}(loss_fn)")
         total = _total(term)
         is_real = is_inexact(total) and jnp.isrealobj(total)
         if not is_real or jnp.shape(total) != ():
@@ -142,14 +142,15 @@ def _check_rows(label: str, marker: Marker, rows: int) -> None:
             )
 
 
-def _check_carry(caller: str, new: tuple, old: tuple) -> tuple:
+def _check_carry(caller: str, new: tuple, old: dict[str, Any]) -> tuple:
     """`new`, if its structure, shapes and dtypes are those of `old`."""
-    difference = find_difference(new, old)
-    if difference:
-        raise TypeError(
-            f"`{caller}` expects a function that returns the carried state with the "
-            f"types that it was given, got another one: {difference}."
-        )
+    for (name, before), after in zip(old.items(), new, strict=True):
+        difference = find_difference(after, before, name)
+        if difference:
+            raise TypeError(
+                f"`{caller}` expects a function that returns the carried state with "
+                f"the types that it was given, got another one: {difference}."
+            )
     return settle(new)
 
 

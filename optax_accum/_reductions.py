@@ -42,7 +42,7 @@ class Marker(abc.ABC):
     """What all of them are."""
 
     @abc.abstractmethod
-    def settled(self) -> Self:
+    def widened(self) -> Self:
         """The same in the dtypes in which many of them are put together."""
 
     @property
@@ -59,7 +59,7 @@ class Mergeable(Marker):
     """A marker that needs no more room for many micro-batches than for one."""
 
     def neutral(self) -> Self:
-        """What changes nothing when it is merged with others, of these settled types.
+        """What changes nothing when it is merged with others, of these widened types.
 
         Made by ``zeros_like`` or ``full_like``, which keep the sharding of an array and
         the axes of a ``shard_map`` over which it varies.
@@ -92,12 +92,12 @@ class _Leafwise(Marker):
 
     accepts: ClassVar[str] = "arrays"
 
-    def settled(self) -> Self:
+    def widened(self) -> Self:
         return self
 
     @property
     def value(self) -> Any:
-        return self.settled().x
+        return self.widened().x
 
     def check(self, label: str) -> None:
         check_leaves(label, self, self.x, self.accepts)
@@ -113,7 +113,7 @@ class _Extreme(_Leafwise, Mergeable):
     def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
         """One of two, entry by entry."""
 
-    def settled(self) -> Self:
+    def widened(self) -> Self:
         return type(self)(jax.tree.map(_comparable, self.x))
 
     def neutral(self) -> Self:

@@ -21,13 +21,13 @@ from optax_accum._fold import (
     values_of_whole,
 )
 from optax_accum._loss import (
+    anything_counts,
     divide_gradients,
     factors_of,
     must_count,
     objective,
     select_gradients,
     weigh_gradients,
-    weighs,
     weight_of,
     weights_of,
 )
@@ -69,7 +69,7 @@ class Accumulated(NamedTuple):
     grads: tuple[Any, ...]  # one for each of `Job.trained`, in the dtypes of their sums
     carry: tuple[Any, ...]  # the carried argument after the last micro-batch, if any
     weight: ArrayLike  # what the call weighs in a mean with others
-    weighs: bool | jax.Array  # whether anything in it counted
+    counts: bool | jax.Array  # whether anything in it counted
 
 
 def prepare(
@@ -100,7 +100,8 @@ def prepare(
             values = Roles(trained, microbatch, keys, carry)
             micro_args, micro_kwargs = replace(args, kwargs, places, values)
             returned = fun(*micro_args, **micro_kwargs)
-            return read_output(caller, returned, carry, has_aux, rows)
+            old = _labelled(places.carried, carry)
+            return read_output(caller, returned, old, has_aux, rows)
 
         split = split_rows(rows, *options)
         return Job(caller, call, trained, batch, settle(carry), split, axis, unroll)
@@ -255,7 +256,7 @@ def _result(job, output, whole, values, grads, carry) -> Accumulated:
         grads=grads,
         carry=carry,
         weight=weight_of(output.loss, whole["loss"], job.split.rows),
-        weighs=weighs(whole["loss"]),
+        counts=anything_counts(whole["loss"]),
     )
 
 

@@ -61,7 +61,10 @@ class Term(Mergeable):
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Self:
-        return self.scaled(1 / _check_factor(self, divisor))
+        divisor = _check_factor(self, divisor)
+        if isinstance(divisor, int | float):  # which Python divides in double precision
+            return self.scaled(1 / divisor)
+        return self.scaled(1 / widen(divisor))
 
     def __neg__(self) -> Self:
         return self.scaled(-1)
@@ -107,15 +110,17 @@ class Mean(Term):
 
     total: Any
     weight: Any
-    size: SizeHint = dataclasses.field(default=SizeHint(), metadata={"static": True})
+    size: SizeHint = dataclasses.field(
+        default=SizeHint(), kw_only=True, repr=False, metadata={"static": True}
+    )
 
     @property
     def value(self) -> Any:
         """``total / weight``, or 0 where the weight is 0."""
-        settled = self.settled()
-        return jax.tree.map(lambda t: ratio(t, settled.weight), settled.total)
+        widened = self.widened()
+        return jax.tree.map(lambda t: ratio(t, widened.weight), widened.total)
 
-    def settled(self) -> Self:
+    def widened(self) -> Self:
         weight = jnp.asarray(self.weight, weight_dtype(self.total))
         weight = jax.lax.stop_gradient(weight)
 
@@ -127,7 +132,7 @@ class Mean(Term):
         return dataclasses.replace(self, total=total, weight=weight)
 
     def merged(self, later: Self) -> Self:
-        one, other = self.settled(), later.settled()
+        one, other = self.widened(), later.widened()
         return dataclasses.replace(
             one,
             total=jax.tree.map(add, one.total, other.total),
@@ -153,11 +158,11 @@ class _Added(Term):
 
     x: Any
 
-    def settled(self) -> Self:
+    def widened(self) -> Self:
         return dataclasses.replace(self, x=jax.tree.map(_summand, self.x))
 
     def merged(self, later: Self) -> Self:
-        return jax.tree.map(add, self.settled(), later.settled())
+        return jax.tree.map(add, self.widened(), later.widened())
 
     def scaled(self, factor: ArrayLike) -> Self:
         return dataclasses.replace(self, x=_scaled(self.x, factor))
@@ -186,7 +191,7 @@ class Sum(_Added):
 
     @property
     def value(self) -> Any:
-        return self.settled().x
+        return self.widened().x
 
 
 @register
@@ -195,14 +200,14 @@ class RowMean(_Added):
 
     Attributes:
       x: the scalar times what this micro-batch weighs.
-      weight: what all micro-batches together weigh.
+      total_weight: what all micro-batches together weigh.
     """
 
-    weight: int = dataclasses.field(default=1, metadata={"static": True})
+    total_weight: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def value(self) -> Any:
-        return divide(self.x, self.weight)
+        return divide(self.x, self.total_weight)
 
 
 def row_mean(x: ArrayLike, weight: int, total_weight: int) -> RowMean:
@@ -232,11 +237,8 @@ class Terms(Term):
         terms = zip(self.terms, *(other.terms for other in rest), strict=True)
         return dataclasses.replace(self, terms=tuple(fun(*each) for each in terms))
 
-    def settled(self) -> Self:
-        return self.map(lambda term: term.settled())
-
-    def neutral(self) -> Self:
-        return self.map(lambda term: term.neutral())
+    def widened(self) -> Self:
+        return self.map(lambda term: term.widened())
 
     def merged(self, later: Self) -> Self:
         return self.map(lambda one, other: one.merge(other), later)
@@ -249,9 +251,9 @@ class Terms(Term):
         return self.map(scaled)
 
     def check(self, label: str) -> None:
-        for term in self.terms:
+        for i, term in enumerate(self.terms):
             if isinstance(term, Term):
-                term.check(label)
+                term.check(f"{label}.terms[{i}]")
 
 
 def terms_of(loss: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from optax_accum._numerics import (
 from optax_accum._optimizer import cond, update_inner
 from optax_accum._scan import Accumulated, accumulate_gradients, check_floats, prepare
 from optax_accum._split import is_key
-from optax_accum._terms import terms_of
+from optax_accum._terms import Sum, terms_of
 
 
 class TrainState(NamedTuple):
@@ -122,10 +122,11 @@ def make_train_step(
         Where it has a ``model_state``, the loss takes that keyword and returns the new
         one beside the loss: ``(loss, new)``, with `has_aux` ``(loss, (new, aux))``.
       optimizer: the one that made the state. Its ``update`` also receives ``weight=``
-        (see below) and ``value=`` (the loss), if it takes extra arguments, and whatever
-        arrays are passed as `extra`, which go first. Under `accumulate`, a window of
-        several calls is then weighed as one batch, if the loss has one term: of several
-        the denominators would have to be known when the window opens. (A
+        (see below) and ``value=`` (the loss), if it takes extra arguments, and the
+        arrays passed as `extra`, which override these two. Under `accumulate`, a window
+        of several calls is then weighed as one batch. That needs a loss of one term: of
+        several, the denominators are known only when the window closes. Put what is the
+        same for all rows inside: ``mean(losses + 0.01 * decay, where=mask)``. (A
         function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
         a loop of yours.)
       num_microbatches: as for `value_and_grad`.
@@ -153,7 +154,7 @@ def make_train_step(
       it is called all the same, with weight 0, for its window counts the call.)
 
     Raises:
-      TypeError: as `value_and_grad`.
+      TypeError: as `value_and_grad`; when called, a state that is no `TrainState`.
       ValueError: as `value_and_grad`; when called, a state that another optimizer made,
         or a loss of several terms where a window crosses calls.
 
@@ -193,7 +194,7 @@ def make_train_step(
         _check_terms(whole, state.opt_state)
         given = {"weight": whole.weight, "value": whole.loss} | extra
         params, opt_state, emitted = _apply(
-            optimizer, grads, state, given, whole.weighs
+            optimizer, grads, state, given, whole.counts
         )
         metrics = {
             "loss": whole.loss,
@@ -228,7 +229,7 @@ def _model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:
     return Roles((trained,), (batch,), rng, carry), keywords
 
 
-def _apply(optimizer, grads, state, extra_args, weighs):
+def _apply(optimizer, grads, state, extra_args, counts):
     """Parameters and optimizer state, types kept, and whether there was a step."""
 
     def step():
@@ -244,7 +245,7 @@ def _apply(optimizer, grads, state, extra_args, weighs):
         params, opt_state = step()
         return params, opt_state, has_emitted(opt_state)
     stood = state.params, state.opt_state
-    return *cond(weighs, step, lambda: stood), jnp.asarray(weighs)
+    return *cond(counts, step, lambda: stood), jnp.asarray(counts)
 
 
 def _own(tree: Any) -> Any:
@@ -300,13 +301,14 @@ def _check_made_by(optimizer: optax.GradientTransformation, state: Any) -> None:
 def _check_terms(whole: Accumulated, opt_state: optax.OptState) -> None:
     terms = terms_of(whole.returned[0])
     states = accumulate_states(opt_state)
-    if len(terms) > 1 and any(jax.tree.leaves(state.acc_grads) for state in states):
+    is_one = len(terms) == 1 or all(isinstance(term, Sum) for term in terms)
+    if not is_one and any(jax.tree.leaves(state.acc_grads) for state in states):
         raise ValueError(
             "`train_step` must be given a loss of one term where a window crosses "
             f"calls, got {len(terms)}, whose denominators would have to be known when "
-            "it opens; take the whole window in one call, or divide by counts of the "
-            "whole window in the loss, return a `Sum`, and let `accumulate` add them "
-            'up by `reduction="sum"`.'
+            "it opens; put what is the same for all rows inside the mean, "
+            "`mean(losses + 0.01 * decay, where=mask)`, or take the whole window in "
+            "one call."
         )
 
 

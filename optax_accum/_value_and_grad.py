@@ -45,19 +45,22 @@ def value_and_grad(
     * `Sum` of a scalar is added up.
     * Several of these, added: each term keeps its own denominator.
 
-    All come to what `fun` gives for all rows at once, and to its gradient. Each
-    micro-batch is differentiated inside the loop, so that its activations are freed
-    before the next one; beside them stands one sum of gradients, 1 P, for any number of
-    terms.
+    All come to what `fun` gives for all rows at once, and to its gradient, if what
+    it computes for a row depends on no other row, as it does in BatchNorm or in a
+    contrastive loss. Each micro-batch is differentiated inside the loop, so that its
+    activations are freed before the next one; beside them stands one sum of gradients,
+    1 P, for any number of terms.
 
     The denominators of several terms are counted before the gradients, by a pass over
     the micro-batches with the same keys and state. Where weights come from the batch
     alone, the compiler removes the model from that pass, and it is free. Weights that
-    come from parameters or states cost what it takes to compute them. A host callback
-    in `fun` runs once more, and what it depends on with it. One term is never counted.
+    come from parameters or states cost what it takes to compute them. A callback with
+    side effects, such as ``jax.debug.print``, runs twice in each micro-batch, and keeps
+    alive what it reads. One term is never counted.
 
     A term of total weight 0 is 0, and a micro-batch in which no term counts adds
-    nothing, even if its gradient is NaN.
+    nothing, even if its gradient is NaN. If another term counts there, a NaN stays:
+    write no 0 / 0 into the loss.
 
     The arrays in the batch arguments are split by rows: micro-batch :math:`i` takes
     rows :math:`i, i+N, i+2N, \dots` Scalars, None and what is no array in them pass
@@ -66,7 +69,8 @@ def value_and_grad(
     ``jax.value_and_grad``: no loop, no sum. Call it under ``jax.jit``: outside, the
     loop is compiled anew at every call.
 
-    Sums are exact to rounding: N additions in `accumulator_dtype`, one division.
+    The only error is that of rounding: of N additions in `accumulator_dtype`, and of
+    the scaling by weights.
 
     Args:
       fun: returns the loss; with `has_aux` a pair of that and aux, any pytree. Floating

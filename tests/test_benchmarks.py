@@ -7,6 +7,7 @@ import methods
 import numpy as np
 import optax
 import peers
+import precision
 import pytest
 import readme
 
@@ -29,6 +30,20 @@ def lenient_promotion():
         yield
 
 
+def make_origin():
+    return {
+        "date": "2030-01-02",
+        "commit": None,
+        "hardware": {
+            "platform": "cpu",
+            "device": "cpu",
+            "cpu_count": 2,
+            "cpu_model": "Abacus",
+        },
+        "versions": {"python": "3.11", "jax": "0.9"},
+    }
+
+
 def make_results(optimizers, methods):
     """Figures that are easy to recognise, the same for all."""
 
@@ -45,16 +60,7 @@ def make_results(optimizers, methods):
             "programs": {"window": {"compile_seconds": 2.0}},
         }
 
-    return {
-        "date": "2030-01-02",
-        "commit": None,
-        "hardware": {
-            "platform": "cpu",
-            "device": "cpu",
-            "cpu_count": 2,
-            "cpu_model": "Abacus",
-        },
-        "versions": {"python": "3.11", "jax": "0.9"},
+    return make_origin() | {
         "scenario": {
             "num_microbatches": 8,
             "microbatch_size": 4,
@@ -145,24 +151,55 @@ def test_render_gives_a_table_for_each_optimizer():
     assert text.index("| AdamW |") < text.index("| Muon |")
 
 
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+ERRORS = "<!-- precision: begin -->{}<!-- precision: end -->\n"
+
+
 def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):
-    page, results = tmp_path / "README.md", tmp_path / "peers.json"
-    results.write_text(json.dumps(make_results(["AdamW"], ["limit", "accumulate"])))
-    page.write_text(f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n")
-    paths = ["--readme", str(page), "--results", str(results)]
+    page = tmp_path / "README.md"
+    results = make_results(["AdamW"], ["limit", "accumulate"])
+    (tmp_path / "peers.json").write_text(json.dumps(results))
+    errors = make_origin() | PRECISION
+    (tmp_path / "precision.json").write_text(json.dumps(errors))
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + ERRORS.format("\n"))
+    paths = ["--readme", str(page), "--results", str(tmp_path)]
 
     with pytest.raises(SystemExit, match=r"^README.md is not up to date .*[^\n]$"):
         readme.main(["--check", *paths])
     readme.main(paths)
-    assert page.read_text() == (
-        f"above\n{readme.BEGIN}\n{FIGURES}\n{readme.END}\nbelow\n"
-    )
+    expected = f"above\n{BEGIN}\n{FIGURES}\n{END}\nbelow\n"
+    table = precision.render(errors)
+    assert page.read_text() == expected + ERRORS.format(f"\n{table}\n")
     readme.main(["--check", *paths])
 
 
-@pytest.mark.parametrize(
-    "page", ["", readme.BEGIN, f"{readme.END}\n{readme.BEGIN}", 2 * readme.BEGIN]
-)
+@pytest.mark.parametrize("page", ["", BEGIN, f"{END}\n{BEGIN}", 2 * BEGIN])
 def test_fill_without_markers_should_fail(page):
-    with pytest.raises(ValueError, match="figures: begin.*got .*; put both"):
-        readme.fill(page, FIGURES)
+    with pytest.raises(ValueError, match="peers: begin.*got .*; put both"):
+        readme.fill(page, "peers", FIGURES)
+
+
+# -- Precision
+
+PRECISION = {
+    "entries": 100,
+    "records": [{"sum": "float8", "errors": {"4": 0.0123, "16": 0.5}}],
+}
+
+
+def test_precision_renders_a_row_for_each_sum():
+    assert precision.render(make_origin() | PRECISION).startswith("""\
+| relative error of the sum of | 4 gradients | 16 gradients |
+| --- | ---: | ---: |
+| float8 | 1.2e-02 | 5.0e-01 |
+
+100 entries of mean 0""")
+
+
+def test_precision_measures_what_narrow_sums_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "COUNTS", (64,))
+    precision.main(["--output", str(tmp_path / "new" / "precision.json")])
+    results = json.loads((tmp_path / "new" / "precision.json").read_text())
+    errors = {record["sum"]: record["errors"]["64"] for record in results["records"]}
+    plain, compensated, default = errors.values()
+    assert plain > 1e-3 > 1e-4 > compensated > default

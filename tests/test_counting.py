@@ -83,19 +83,21 @@ def test_counting_is_free_where_weights_come_from_the_batch(
     """The twin is told the denominators: as many matmuls, 1 % of the operations."""
     apply = language_model(form)
 
-    def beside(loss, state):
-        return (loss, state + 1) if with_state else loss
+    def beside(loss, state, losses):
+        return (loss, 0.9 * state + jnp.mean(losses)) if with_state else loss
 
     def counted(params, batch, state):
         losses, balance = apply(params, batch)
         first = mean(losses, where=batch["mask"])
-        return beside(first + 0.1 * mean(balance, where=batch["routed"]), state)
+        loss = first + 0.1 * mean(balance, where=batch["routed"])
+        return beside(loss, state, losses)
 
     def told(params, batch, state, tokens, routed):
         losses, balance = apply(params, batch)
         first = mean(losses, where=batch["mask"]).total / tokens
         second = mean(balance, where=batch["routed"]).total / routed
-        return beside(4 * (first + 0.1 * second), state)  # a mean over 4 of them
+        # A plain loss is a mean over the four of them.
+        return beside(4 * (first + 0.1 * second), state, losses)
 
     options = {"num_microbatches": 4, "carry_argnum": 2 if with_state else None}
     grad = optax_accum.value_and_grad(counted, **options)
@@ -134,6 +136,25 @@ def evaluations(loss_fn, num_microbatches):
     jax.block_until_ready(jax.jit(grad_fn)(1.0, jnp.arange(8.0)))
     jax.effects_barrier()
     return len(seen)
+
+
+def test_weights_from_keys_and_state_are_not_counted():
+    seen = []
+
+    def loss_fn(w, x, key, state):
+        jax.debug.callback(lambda: seen.append(1))
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        weights = jnp.where(kept, state, 2 * state) * jnp.ones_like(x)
+        return mean(w * x, weights=weights), state + 1
+
+    grad_fn = optax_accum.grad(
+        loss_fn, num_microbatches=4, rng_argnums=2, carry_argnum=3
+    )
+    jax.block_until_ready(
+        jax.jit(grad_fn)(1.0, jnp.arange(8.0), jax.random.key(0), 1.0)
+    )
+    jax.effects_barrier()
+    assert len(seen) == 4
 
 
 ONE_TERM = {

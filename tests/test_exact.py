@@ -273,6 +273,20 @@ def test_a_microbatch_of_padding_whose_gradient_is_nan(split, terms):
     np.testing.assert_allclose(grad, expected, rtol=24 * F32_ULP)
 
 
+def test_a_nan_stays_where_another_term_counts():
+    """As documented: of one backward pass, no term can be taken out."""
+
+    def loss_fn(w, batch):
+        kept = batch["mask"].astype(jnp.float32)
+        centre = jnp.sum(w * batch["x"] * kept) / jnp.sum(kept)
+        squares = (w * batch["x"] - centre) ** 2
+        return mean(squares, where=batch["mask"]) + mean(w * batch["x"])
+
+    batch = {"x": jnp.arange(1.0, 7.0), "mask": jnp.arange(6) % 2 == 0}
+    loss, grad = optax_accum.value_and_grad(loss_fn, num_microbatches=2)(1.0, batch)
+    assert np.isfinite(loss) and np.isnan(grad)
+
+
 # -- Weights are data
 
 

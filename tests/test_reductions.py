@@ -289,6 +289,40 @@ def test_masks_that_are_replicated():
         np.testing.assert_allclose(actual(sharded, rows), expected, rtol=24 * F32_ULP)
         scalar = mean(sharded, where=sharded > 0, weights=2.0)
         assert scalar.weight == 2 * jnp.sum(x > 0).astype(jnp.float32)
+        replicated = jax.device_put(x > 0, NamedSharding(mesh, P()))
+        both = mean(sharded, where=replicated, weights=rows).value
+    expected = mean(x, where=x > 0, weights=jnp.abs(normal(1, 8, 1))).value
+    np.testing.assert_allclose(both, expected, rtol=24 * F32_ULP)
+
+
+@pytest.mark.parametrize("split", [{}, {"num_microbatches": 2}])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_masks_that_differ_between_devices(split, terms):
+    """Parameters that are alike on all: JAX sums their gradient over the devices.
+
+    So a device that is all padding must not select zeros for the others; and of one
+    term, each device's weight would have to be divided by before the sum.
+    """
+    mesh, x = auto_mesh((2,), ("data",)), normal(0, 8, 3)
+    mask = jnp.array(np.arange(8) % 4 > 1)[:, None] & (x > 0).at[:4].set(False)
+
+    def loss_fn(w, batch):
+        loss = mean((w * batch[0]) ** 2, where=batch[1])
+        return loss if terms == 1 else loss + mean(w * batch[0], where=batch[1])
+
+    def local(grad_fn):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(grad_fn, mesh=mesh, **specs))
+
+    grad_fn = local(optax_accum.grad(loss_fn, **split))
+    if terms == 1 and split:
+        with pytest.raises(ValueError, match=r"weight of all devices .*\['data'\]"):
+            grad_fn(1.0, (x, mask))
+        return
+    expected = local(jax.grad(lambda w, batch: loss_fn(w, batch).value))
+    np.testing.assert_allclose(
+        grad_fn(1.0, (x, mask)), expected(1.0, (x, mask)), rtol=48 * F32_ULP
+    )
 
 
 def test_inside_shard_map():
@@ -340,6 +374,11 @@ def test_mean_is_that_of_numpy():
 
 def test_what_does_not_count_adds_nothing():
     x = jnp.array([jnp.nan, 2.0, jnp.inf])
+    only = jnp.array([False, True, False])
+    loss = mean(x, where=only, weights=x)
+    assert (loss.total, loss.weight) == (4, 2)
+    grad = jax.grad(lambda x: mean(x, where=only, weights=x).value)(x)
+    np.testing.assert_array_equal(grad, [0, 1, 0])
     assert mean(x, where=jnp.array([False, True, False])).value == 2
     assert mean(x, weights=jnp.array([0.0, 3.0, 0.0])).value == 2
     assert mean(x, where=jnp.zeros(3, bool)).value == 0
@@ -362,6 +401,7 @@ def test_arithmetic_of_terms():
     assert (2 * a).value == (a * jnp.float32(2)).value == 6
     assert (np.float32(2) * a).value == (jnp.float32(2) * a).value == 6
     assert (a / 2).value == 1.5 and (-a).value == -3
+    assert (b / jnp.bfloat16(3)).value == jnp.float32(1) / 3  # rounded once, at the end
     assert (a + b).value == 4 and (a - b).value == 2
     assert (1 - a).value == (1.0 + -a).value == -2 and (a - 1).value == 2
     assert sum([a, b, Sum(5.0)]).value == 9

@@ -62,6 +62,30 @@ def test_four_calls_of_three_microbatches_are_one_batch(name):
     assert [bool(report["emitted"]) for report in metrics] == [False] * 3 + [True]
 
 
+def test_masked_tokens_in_four_calls_of_three_microbatches(batch):
+    expected = jax.grad(unsplit(masked_loss))(2.0, batch)
+    tx = optax_accum.accumulate(SGD, 4)
+    calls = cut(batch, 3, 6, 9, 12)
+    trained, _, _ = train(masked_loss, tx, 2.0, calls, num_microbatches=3)
+    np.testing.assert_allclose(2.0 - trained, expected, rtol=36 * F32_ULP)
+
+
+def test_a_decay_inside_the_mean(batch):
+    """What the error of several terms advises."""
+
+    def outside(w, batch):
+        return masked_loss(w, batch) + 0.1 * w**2
+
+    def inside(w, batch):
+        losses = (w * batch["x"]) ** 2 + 0.1 * w**2
+        return mean(losses, where=batch["mask"])
+
+    expected = jax.grad(unsplit(outside))(2.0, batch)
+    tx = optax_accum.accumulate(SGD, 2)
+    trained, _, _ = train(inside, tx, 2.0, cut(batch, 4, 12), num_microbatches=2)
+    np.testing.assert_allclose(2.0 - trained, expected, rtol=36 * F32_ULP)
+
+
 def test_calls_of_unequal_tokens_are_one_batch(batch):
     expected = jax.value_and_grad(unsplit(masked_loss))(2.0, batch)
     tx = optax_accum.accumulate(SGD, 4)
@@ -178,13 +202,17 @@ def test_sums_over_calls(batch):
     def loss_fn(w, batch):
         return Sum(w * jnp.sum(batch["x"]))
 
+    def in_two(w, batch):
+        return 0.25 * loss_fn(w, batch) + 0.75 * loss_fn(w, batch)
+
     calls, total = cut(batch, 5, 12), float(jnp.sum(batch["x"]))
     for reduction, expected in (("sum", total), ("mean", total / 2)):
         tx = optax_accum.accumulate(SGD, 2, reduction=reduction)
-        trained, _, metrics = train(loss_fn, tx, 0.0, calls, microbatch_size=4)
-        # 72 summands of size 1, which cancel
-        np.testing.assert_allclose(-trained, expected, atol=72 * F32_ULP)
-        assert metrics[0]["weight"] == 1
+        for loss in (loss_fn, in_two):
+            trained, _, metrics = train(loss, tx, 0.0, calls, microbatch_size=4)
+            # 72 summands of size 1, which cancel
+            np.testing.assert_allclose(-trained, expected, atol=72 * F32_ULP)
+            assert metrics[0]["weight"] == 1
 
 
 # -- Several terms
