@@ -23,17 +23,18 @@ def mean(
     r"""The mean over all entries of `x` in all micro-batches together.
 
     Write it where ``jnp.mean(x, where=mask)`` stood. That is a mean over the entries of
-    one micro-batch, and the mean of such means is another one than that over all
-    entries, unless every micro-batch has as many. This is :math:`\sum w x / \sum w`
-    over all of them.
+    one micro-batch, and the mean of such means differs from the mean over all entries,
+    unless every micro-batch has equally many. This is :math:`\sum w x / \sum w` over
+    all of them.
 
     Args:
       x: numbers of any shape; integers and booleans count as floats.
       where: which entries count. Booleans, broadcast to the shape of `x`.
       weights: what each entry counts for, real numbers >= 0 (a negative one is not
-        refused: under ``jit`` it cannot be seen): a scalar, or as many axes as `x`,
-        each of the same size or of size 1. They are data: not differentiated. Where
-        parameters are float16, scale them to about 1, or gradients may overflow.
+        refused: under ``jit`` it cannot be seen). A scalar, or an array with as many
+        axes as `x`, each of the same size or of size 1. They are data: not
+        differentiated. With float16 parameters, scale the weights to about 1, or
+        gradients may overflow.
 
     Returns:
       A `Mean` of scalars: in float32, or float64 or complex where `x` is. Entries that

@@ -127,6 +127,8 @@ class _Extreme(_Leafwise, Mergeable):
 class Max(_Extreme):
     """The largest over all micro-batches, entry by entry; NaN where one is.
 
+    To find the largest of all rows, reduce them first: ``Max(jnp.max(losses))``.
+
     Attributes:
       x: real numbers of any shape, or a pytree of them.
 
@@ -144,6 +146,8 @@ class Max(_Extreme):
 @register
 class Min(_Extreme):
     """The smallest over all micro-batches, entry by entry; NaN where one is.
+
+    To find the smallest of all rows, reduce them first: ``Min(jnp.min(losses))``.
 
     Attributes:
       x: real numbers of any shape, or a pytree of them.
@@ -232,7 +236,7 @@ def check_leaves(label: str, marker: Marker, tree: Any, accepted: str) -> None:
     if wrong:
         raise TypeError(
             f"`{label}`, a `{type(marker).__name__}`, must hold {accepted}, got "
-            f"{', '.join(wrong)}."
+            f"{', '.join(wrong)}; give it arrays, or a pytree of them, and no marker."
         )
 
 

@@ -89,7 +89,8 @@ class Mean(Term):
 
     As a loss it makes the gradient that of the whole batch, however unequal the weights
     of the micro-batches are; in aux it reports such a mean. `mean` makes one of many
-    entries; by hand it is, say, ``Mean(rows * batch_mean, rows)``.
+    entries; by hand, with n rows, it is ``Mean(n * batch_mean, n)``. ``value`` is the
+    mean, and ``merge`` puts two together.
 
     Terms of a loss are added with ``+`` and scaled with ``*``, and each keeps its own
     denominator: ``mean(losses, where=mask) + 0.01 * mean(balance)``. A plain scalar
@@ -98,8 +99,9 @@ class Mean(Term):
     Attributes:
       total: weighted sum over this micro-batch. In a loss a real scalar, in aux numbers
         of any shape, or a pytree of them.
-      weight: what it counts for, a real scalar >= 0: rows, or unmasked tokens. It is
-        data: not differentiated. With weight 0 the total is 0, whatever it holds.
+      weight: the denominator, a real scalar >= 0: the number of rows, or of unmasked
+        tokens. It is data: not differentiated. With weight 0 the total is 0, whatever
+        it holds.
       size: how many entries were summed, where `mean` knows; it changes no result.
 
     Examples:
@@ -175,8 +177,9 @@ class _Added(Term):
 class Sum(_Added):
     """A sum over all micro-batches: added up, not averaged.
 
-    As a loss, for one that already divides by a count known for the whole batch. In
-    aux, for counts: integers stay integers.
+    As a loss, only for one that already divides by a count known for the whole batch:
+    anything else, such as a weight decay, would count N times. In aux, for counts:
+    integers stay integers.
 
     Where a window crosses calls, each call weighs 1, so that the optimizer gets the
     mean of their sums; ``accumulate(..., reduction="sum")`` adds them up.
@@ -231,6 +234,14 @@ class Terms(Term):
         values = [t.value if isinstance(t, Term) else widen(t) for t in self.terms]
         dtype = weight_dtype(values)
         return sum((jnp.asarray(v, dtype) for v in values), jnp.zeros((), dtype))
+
+    @property
+    def weight(self) -> Any:
+        """There is none."""
+        raise AttributeError(
+            f"{len(self.terms)} terms have no `weight` together; take that of the term "
+            "that you weigh by, or put what is the same for all rows inside the mean."
+        )
 
     def map(self, fun: Callable[..., Any], *rest: "Terms") -> Self:
         """With `fun` of every term, and of those of others at its place."""

@@ -111,7 +111,8 @@ def make_train_step(
 
     ``train_step(state, batch, *args, **extra)`` splits `batch` by rows, sums the
     gradients of its micro-batches in a ``lax.scan`` and steps the optimizer once, with
-    their mean. It is ``(carry, x) -> (carry, y)``, so itself the body of a scan.
+    the gradient of the whole batch. It is ``(carry, x) -> (carry, y)``, so that it can
+    be the body of a scan.
 
     Args:
       loss_fn: called as ``loss_fn(params, microbatch, *args)``, returns the loss of
@@ -129,7 +130,7 @@ def make_train_step(
         same for all rows inside: ``mean(losses + 0.01 * decay, where=mask)``. (A
         function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
         a loop of yours.)
-      num_microbatches: as for `value_and_grad`.
+      num_microbatches: N, an integer >= 1 that divides the rows. Default 1.
       microbatch_size: as for `value_and_grad`.
       group_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
@@ -145,10 +146,11 @@ def make_train_step(
 
     Returns:
       A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
-      metrics are of all rows of the call, and do not depend on N: ``loss``;
+      metrics are of all rows of the call, and but for rounding do not depend on N:
+      ``loss``;
       ``grad_norm``, the global norm of the mean gradient, before any clipping;
       ``weight``, what the call weighs in a window: the total weight of a `Mean`, the
-      rows of a plain scalar, otherwise 1, unless `extra` says something else;
+      rows of a plain scalar, 1 of others, unless `extra` says something else;
       ``emitted``, whether the optimizer stepped; and ``aux``. Where nothing counted,
       total weights of 0, there is no step. (An optimizer with `accumulate` anywhere in
       it is called all the same, with weight 0, for its window counts the call.)

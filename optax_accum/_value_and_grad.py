@@ -35,6 +35,8 @@ def value_and_grad(
 ) -> Callable:
     r"""``jax.value_and_grad`` in micro-batches: same result, memory of one of them.
 
+    Call it under ``jax.jit``: outside, the loop is compiled anew at every call.
+
     The loss is one of four:
 
     * A scalar is the mean over the rows that `fun` was given. With :math:`B_i` rows in
@@ -45,18 +47,18 @@ def value_and_grad(
     * `Sum` of a scalar is added up.
     * Several of these, added: each term keeps its own denominator.
 
-    All come to what `fun` gives for all rows at once, and to its gradient, if what
-    it computes for a row depends on no other row, as it does in BatchNorm or in a
-    contrastive loss. Each micro-batch is differentiated inside the loop, so that its
+    All come to what `fun` gives for all rows at once, and to its gradient, provided
+    that what it computes for a row depends on no other row; BatchNorm and contrastive
+    losses break this. Each micro-batch is differentiated inside the loop, so that its
     activations are freed before the next one; beside them stands one sum of gradients,
-    1 P, for any number of terms.
+    as large as the parameters, for any number of terms.
 
     The denominators of several terms are counted before the gradients, by a pass over
     the micro-batches with the same keys and state. Where weights come from the batch
     alone, the compiler removes the model from that pass, and it is free. Weights that
     come from parameters or states cost what it takes to compute them. A callback with
-    side effects, such as ``jax.debug.print``, runs twice in each micro-batch, and keeps
-    alive what it reads. One term is never counted.
+    side effects, such as ``jax.debug.print``, runs twice in each micro-batch, and what
+    it reads is computed twice. With one term there is no such pass.
 
     A term of total weight 0 is 0, and a micro-batch in which no term counts adds
     nothing, even if its gradient is NaN. If another term counts there, a NaN stays:
@@ -66,8 +68,7 @@ def value_and_grad(
     rows :math:`i, i+N, i+2N, \dots` Scalars, None and what is no array in them pass
     whole, as do all arguments that are not named: of a loss of ``(params, x, y)`` with
     rows in both, say ``batch_argnums=(1, 2)``. With N = 1 this is
-    ``jax.value_and_grad``: no loop, no sum. Call it under ``jax.jit``: outside, the
-    loop is compiled anew at every call.
+    ``jax.value_and_grad``: no loop, no sum.
 
     The only error is that of rounding: of N additions in `accumulator_dtype`, and of
     the scaling by weights.
@@ -79,8 +80,8 @@ def value_and_grad(
         `carry_argnum` for model state.
       num_microbatches: N, an integer >= 1 that divides the rows. Default 1.
       microbatch_size: rows in a micro-batch, instead of N. It need not divide the rows:
-        what is left over is one more, smaller micro-batch, weighted by its rows. Larger
-        than the batch means not split.
+        what is left over is one more, smaller micro-batch, weighted by its rows. If
+        larger than the batch, the batch is not split.
       group_size: how many neighbouring rows stay together, such as the two of a pair.
         Micro-batches then take every Nth group, and the rows are whole groups.
       argnums: which positional arguments to differentiate. Default 0, if `argnames` is
@@ -98,8 +99,8 @@ def value_and_grad(
         such as the statistics of BatchNorm. `fun` then returns ``(loss, new)``, with
         `has_aux` ``(loss, (new, aux))``, where ``new`` has the types of the argument.
         Statistics of the batch are then those of each micro-batch: ghost batch
-        normalization, not that of the large batch. Nor is it if they are averaged, by
-        returning a `Mean` of them in aux.
+        normalization, not that of the large batch. Averaging them, by returning a
+        `Mean` of them in aux, does not make them those of the large batch either.
       carry_argname: the same by keyword.
       accumulator_dtype: dtype of the sums and of the gradients returned. By default
         sums are in a leaf's own dtype where that is float32 or wider, else in float32,
@@ -112,7 +113,8 @@ def value_and_grad(
 
     Returns:
       A function with the arguments of `fun` that returns what ``jax.value_and_grad``
-      would: ``(value, gradient)``, where the value is all that `fun` returns.
+      would: ``(value, gradient)``, where the value is all that `fun` returns, with the
+      value of each term and marker in its place.
 
     Raises:
       TypeError: an argument of the wrong kind; when called, a loss that is none of the
@@ -224,7 +226,8 @@ def value(
     """A loss in micro-batches, without its gradient: for evaluation.
 
     The value that `value_and_grad` gives, in the memory of one forward pass of one
-    micro-batch. Nothing is counted beforehand, whatever the loss consists of.
+    micro-batch. Nothing is counted beforehand, whatever the loss consists of. Call it
+    under ``jax.jit``: outside, the loop is compiled anew at every call.
 
     Args:
       fun: as for `value_and_grad`.

@@ -267,6 +267,12 @@ CASES = {
         lambda: X * mean(X),
         lambda: X[0] * mean(X),
     ),
+    "the weight of several terms": (
+        AttributeError,
+        ["2 terms", "no `weight` together", "inside the mean"],
+        lambda: (mean(X) + mean(X)).weight,
+        lambda: mean(X).weight,
+    ),
     "a scalar over a mean": (
         TypeError,
         ["unsupported operand"],

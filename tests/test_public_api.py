@@ -116,7 +116,10 @@ def assert_recipe_for_tokens_holds(readme):
     naive = optax_accum.grad(mean_over_tokens, num_microbatches=8)(weights, tokens)["w"]
     atol = 1e-5 * float(jnp.max(jnp.abs(grads["w"])))  # 10240 summands in float32
     np.testing.assert_allclose(readme["token_grads"]["w"], grads["w"], atol=atol)
-    np.testing.assert_allclose(readme["loss"], loss, rtol=1e-5)
+    decay = 0.01 * jnp.sum(weights["w"] ** 2)
+    np.testing.assert_allclose(readme["loss"] + decay, loss, rtol=1e-5)
+    assert readme["report"]["row"].shape == (512,)
+    assert int(readme["report"]["tokens"]) == int(jnp.sum(tokens["mask"]))
     assert np.max(np.abs(naive - grads["w"])) > 10 * atol
 
 
