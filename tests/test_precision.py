@@ -89,6 +89,9 @@ def test_compensation_is_there_in_the_compiled_program(dtype):
     w, x = jnp.zeros((), dtype), jnp.array([1.0] + [2.0**-12] * 63, dtype)
     text = jax.jit(grad_fn).lower(w, x).compile().as_text()
     assert "reduce-precision(" in text
+    tx = accumulate(optax.identity(), 2, accumulator_dtype=dtype, compensated=True)
+    update = jax.jit(tx.update).lower(w, tx.init(w)).compile()
+    assert "reduce-precision(" in update.as_text()
 
     # Of 1 and 63 times 2^-12, which a narrow sum loses one by one.
     exact = (1 + 63 * 2.0**-12) / 64
