@@ -66,7 +66,7 @@ class Accumulated(NamedTuple):
     loss: jax.Array  # in the dtype of its sum
     aux: Any  # values, in the dtypes of their sums
     returned: tuple[Any, Any]  # loss and aux as the function returned them, or types
-    grads: tuple[Any, ...]  # one for each of `Job.trained`, in the dtypes of their sums
+    grads: tuple[Any, ...]  # one for each of `Job.trained`; in the dtypes of the sums
     carry: tuple[Any, ...]  # the carried argument after the last micro-batch, if any
     weight: ArrayLike  # what the call weighs in a mean with others
     counts: bool | jax.Array  # whether anything in it counted
@@ -161,7 +161,9 @@ def _differentiate_whole(job: Job, accumulator_dtype: DTypeLike | None) -> Accum
 
     grads, output = jax.grad(whole_objective, has_aux=True)(job.trained)
     grads = select_gradients(grads, output.loss)
-    return _result_of_whole(job, output, widen(grads, accumulator_dtype))
+    if accumulator_dtype is not None:
+        grads = widen(grads, accumulator_dtype)
+    return _result_of_whole(job, output, grads)
 
 
 # -- The loop
@@ -220,8 +222,8 @@ def _scan(job: Job, visit: Callable, zeros: Any, form: Any) -> tuple[Any, Any, t
     stacked = stack_microbatches(job.batch, split, axis)
 
     def add_gradients(sums, grads):
-        # Nothing but an add between gradient and sum: a division or a norm here would
-        # keep a reduction over devices inside the loop.
+        # No division and no norm before the sum: they are of the mean, and a reduction
+        # over devices could not leave the loop.
         return jax.tree.map(lambda grad, total: add_to_sum(total, grad), grads, sums)
 
     def body(state, index):

@@ -353,6 +353,18 @@ def test_one_microbatch_is_jax_value_and_grad(params, batch):
     assert str(ours) == str(jax.make_jaxpr(jax.value_and_grad(loss_fn))(params, batch))
 
 
+def test_one_microbatch_of_16_bit_parameters_is_jax_value_and_grad(params, batch):
+    """Nothing is widened where nothing is summed."""
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
+
+    def loss_in_float32(params, batch):
+        return loss_fn(params, batch).astype(jnp.float32)
+
+    ours = jax.make_jaxpr(optax_accum.value_and_grad(loss_in_float32))(params, batch)
+    theirs = jax.make_jaxpr(jax.value_and_grad(loss_in_float32))(params, batch)
+    assert str(ours) == str(theirs)
+
+
 def test_no_more_rows_than_a_microbatch_meet_the_parameters(params, batch):
     """https://github.com/erfanzar/EasyDeL/issues/125"""
     scan = next(
