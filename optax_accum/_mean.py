@@ -72,13 +72,11 @@ def mean(
 def _entry_weights(x: jax.Array, where: Any, weights: Any) -> jax.Array:
     """What each entry of `x` counts for, in a shape that broadcasts to that of `x`.
 
-    On an Explicit mesh what is replicated may meet what is sharded: sums and products
-    allow that, a select does not, so both sides of it are made alike before.
+    Not broadcast to it: on an Explicit mesh a mask that is replicated may meet rows
+    that are sharded, which ``sum(where=)`` allows.
     """
     counts = _with_axes_of(x, _check_weights(x, weights)).astype(weight_dtype(x))
     valid = _with_axes_of(x, _check_where(x, where))
-    counts = counts + jnp.zeros_like(valid, counts.dtype)
-    valid = valid | jnp.zeros_like(counts, bool)
     return jnp.where(valid, counts, jnp.zeros_like(counts))
 
 

@@ -277,22 +277,36 @@ def test_over_a_sharded_batch(axis_type, group_size):
     )
 
 
-def test_masks_that_are_replicated():
-    """On an Explicit mesh, where JAX broadcasts no other axis than one of size 1."""
+@pytest.mark.parametrize("mask_spec", [P("data"), P()])
+@pytest.mark.parametrize("row_spec", [P("data"), P()])
+@pytest.mark.parametrize("spec", [P("data"), P()])
+def test_what_is_replicated_meets_what_is_sharded(spec, mask_spec, row_spec):
+    """On an Explicit mesh, where a select wants both sides alike."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    x, columns = normal(0, 8, 3), jnp.array([[True, False, True]])
-    rows = jnp.abs(normal(1, 8, 1))
-    expected = mean(x, where=columns, weights=rows).value
+    x, rows = normal(0, 8, 3), jnp.abs(normal(1, 8, 1))
+    mask, columns = x > 0, jnp.array([[True, False, True]])
+    expected = [
+        mean(x, where=mask, weights=rows).value,
+        mean(x, where=columns, weights=2.0).value,
+        mean(x, weights=rows).value,
+    ]
     with jax.set_mesh(mesh):
-        sharded, rows = jax.device_put((x, rows), NamedSharding(mesh, P("data")))
-        actual = jax.jit(lambda x, w: mean(x, where=columns, weights=w).value)
-        np.testing.assert_allclose(actual(sharded, rows), expected, rtol=24 * F32_ULP)
-        scalar = mean(sharded, where=sharded > 0, weights=2.0)
-        assert scalar.weight == 2 * jnp.sum(x > 0).astype(jnp.float32)
-        replicated = jax.device_put(x > 0, NamedSharding(mesh, P()))
-        both = mean(sharded, where=replicated, weights=rows).value
-    expected = mean(x, where=x > 0, weights=jnp.abs(normal(1, 8, 1))).value
-    np.testing.assert_allclose(both, expected, rtol=24 * F32_ULP)
+        x, mask, rows = (
+            jax.device_put(array, NamedSharding(mesh, where))
+            for array, where in ((x, spec), (mask, mask_spec), (rows, row_spec))
+        )
+
+        def means(x, mask, rows):
+            both = mean(x, where=mask, weights=rows)
+            few = mean(x, where=columns, weights=2.0)
+            return both.value, few.value, mean(x, weights=rows).value
+
+        outcomes = [
+            means(x, mask, rows),
+            jax.jit(means)(x, mask, rows),
+            jax.jit(lambda: means(x, mask, rows))(),  # as constants
+        ]
+    np.testing.assert_allclose(outcomes, [expected] * 3, rtol=24 * F32_ULP)
 
 
 @pytest.mark.parametrize("split", [{}, {"num_microbatches": 2}])
