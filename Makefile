@@ -5,13 +5,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test lint format bench notebooks wheel clean
+.PHONY: demo test test-slow lint format bench notebooks wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m optax_accum demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -25,7 +28,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/scenarios.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python benchmarks/readme.py
 
 notebooks: $(INSTALLED)

@@ -12,37 +12,46 @@ Letters: ``N`` micro-batches in a window, ``m`` rows in each; ``P`` is one
 parameter-sized buffer.
 """
 
-import argparse
-import json
-import math
-import operator
-import random
-import statistics
 import sys
-import time
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
+import models
 import optax
 import optax.contrib
-from methods import (
-    FULL,
-    QUICK,
-    Method,
-    Scenario,
-    build_methods,
-    check_methods,
-    make_problem,
+from checks import check_methods
+from measuring import (
+    Timing,
+    describe_scenario,
+    memory_in_p,
+    parse,
+    render_verdict,
+    summarize,
+    summarize_ratios,
+    time_rounds,
+    write,
 )
+from methods import describe_methods
+from models import Scenario, make_problem
 from origin import ROOT, describe_origin
+from programs import Method, compile_methods, size_of
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-REFERENCES = ("limit", "hand-written scan", "MultiSteps")
+REFERENCES = ("limit", "gradients and a step", "hand-written scan", "MultiSteps")
 OPTIMIZERS = {"AdamW": optax.adamw(1e-3), "Muon": optax.contrib.muon(1e-3)}
+
+
+class Run(NamedTuple):
+    """What is trained, and how long it is measured."""
+
+    scenario: Scenario
+    num_microbatches: int  # N
+    timing: Timing
+
+
+FULL = Run(models.OPTIMIZER_HEAVY, 8, Timing(rounds=20, turn_seconds=0.2))
+QUICK = Run(models.QUICK[0], 4, Timing(rounds=3, turn_seconds=0.001))
 
 
 class Promise(NamedTuple):
@@ -56,12 +65,18 @@ class Promise(NamedTuple):
 
 
 PROMISES = (
-    Promise("make_train_step", "hand-written scan", "time", "AdamW", 1.05),
-    Promise("make_train_step", "hand-written scan", "time", "Muon", 1.05),
-    Promise("make_train_step", "hand-written scan", "temporaries", "AdamW", 1.02),
-    Promise("make_train_step", "hand-written scan", "temporaries", "Muon", 1.02),
-    Promise("accumulate", "MultiSteps", "time", "AdamW", 0.95),
-    Promise("accumulate", "MultiSteps", "time", "Muon", 0.25),
+    Promise("make_train_step", "hand-written scan", "time", "AdamW", 1.02),
+    Promise("make_train_step", "hand-written scan", "time", "Muon", 1.02),
+    Promise("make_train_step", "gradients and a step", "time", "AdamW", 1.05),
+    Promise("make_window_steps", "gradients and a step", "time", "AdamW", 1.0),
+    Promise("make_window_steps", "MultiSteps", "time", "AdamW", 0.42),
+    Promise("make_train_step + accumulate", "MultiSteps", "time", "AdamW", 0.65),
+    Promise("accumulate", "MultiSteps", "time", "AdamW", 0.9),
+    Promise("accumulate", "MultiSteps", "time", "Muon", 0.2),
+    Promise("make_train_step", "hand-written scan", "temporaries", "AdamW", 1.0),
+    Promise("make_train_step", "hand-written scan", "temporaries", "Muon", 1.0),
+    Promise("accumulate", "MultiSteps", "temporaries", "AdamW", 1.0),
+    Promise("make_train_step + accumulate", "MultiSteps", "temporaries", "AdamW", 1.0),
 )
 
 
@@ -69,50 +84,24 @@ PROMISES = (
 
 
 def measure(
-    scenario: Scenario, optimizers: dict[str, optax.GradientTransformation]
+    run: Run, optimizers: dict[str, optax.GradientTransformation], jobs: int = 1
 ) -> dict[str, Any]:
     """Checks the methods, then measures them: all that goes into the file."""
-    check_methods(make_problem(scenario, optax.sgd(1.0)))
+    scenario, num_microbatches, timing = run
+    check_methods(scenario, num_microbatches, jobs)
     records = []
     for name, optimizer in optimizers.items():
-        problem = make_problem(scenario, optimizer)
-        methods = build_methods(problem)
-        seconds = time_rounds(methods, scenario)
+        problem = make_problem(scenario, num_microbatches, optimizer)
+        methods = compile_methods(describe_methods(problem), jobs)
+        seconds = time_rounds(methods, timing)
         records += make_records(name, methods, seconds, size_of(problem.params))
-    return describe_run(scenario) | {"records": records}
-
-
-def time_rounds(
-    methods: dict[str, Method], scenario: Scenario
-) -> dict[str, list[float]]:
-    """Seconds that a window took, for each method and round."""
-    carries, repeats = {}, {}
-    for name, method in methods.items():
-        carry, _ = take_turn(method, method.carry, 1)  # warms up
-        carries[name], seconds = take_turn(method, carry, 1)
-        repeats[name] = max(1, math.ceil(scenario.turn_seconds / seconds))
-    seconds = {name: [] for name in methods}
-    order, shuffle = list(methods), random.Random(0).shuffle
-    for _ in range(scenario.rounds):
-        shuffle(order)  # so that no method always follows the same one
-        for name in order:
-            carries[name], taken = take_turn(
-                methods[name], carries[name], repeats[name]
-            )
-            seconds[name].append(taken)
-    return seconds
-
-
-def take_turn(method: Method, carry: Any, repeats: int) -> tuple[Any, float]:
-    """The carry after so many windows, and the seconds that one of them took."""
-    start = time.perf_counter()
-    for _ in range(repeats):
-        carry = method.window(carry)
-    jax.block_until_ready(carry)
-    return carry, (time.perf_counter() - start) / repeats
-
-
-# -- The records
+    described = describe_scenario(scenario) | {
+        "num_microbatches": num_microbatches,
+        "rounds": timing.rounds,
+        "turn_seconds": timing.turn_seconds,
+        "jobs": jobs,
+    }
+    return describe_origin() | {"scenario": described, "records": records}
 
 
 def make_records(
@@ -127,52 +116,12 @@ def make_records(
             "optimizer": optimizer,
             "method": name,
             "milliseconds": summarize(1000 * taken for taken in seconds[name]),
-            "ratios": {
-                reference: summarize(
-                    map(operator.truediv, seconds[name], seconds[reference])
-                )
-                for reference in REFERENCES
-            },
+            "ratios": summarize_ratios(seconds, name, REFERENCES),
             "memory_in_p": memory_in_p(method, params_bytes),
             "programs": {key: p.costs for key, p in method.programs.items()},
         }
         for name, method in methods.items()
     ]
-
-
-def summarize(figures: Iterable[float]) -> dict[str, float]:
-    lower, median, upper = statistics.quantiles(figures, n=4, method="inclusive")
-    return {"median": median, "lower_quartile": lower, "upper_quartile": upper}
-
-
-def memory_in_p(method: Method, params_bytes: int) -> dict[str, float]:
-    """Arguments and temporaries of the program that needs most of both together."""
-    needs = [
-        (program.costs["argument_bytes"], program.costs["temporary_bytes"])
-        for program in method.programs.values()
-    ]
-    arguments, temporaries = max(needs, key=sum)
-    return {
-        "arguments": arguments / params_bytes,
-        "temporaries": temporaries / params_bytes,
-    }
-
-
-def size_of(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def describe_run(scenario: Scenario) -> dict[str, Any]:
-    params = jax.eval_shape(lambda: make_problem(scenario, optax.identity()).params)
-    return describe_origin() | {
-        "scenario": scenario._asdict()
-        | {
-            "widths": list(scenario.widths),
-            "shapes": [list(leaf.shape) for leaf in jax.tree.leaves(params)],
-            "dtype": jax.tree.leaves(params)[0].dtype.name,
-            "params_bytes": size_of(params),
-        },
-    }
 
 
 def measured(promise: Promise, records: list[dict[str, Any]]) -> float:
@@ -194,39 +143,25 @@ def measured(promise: Promise, records: list[dict[str, Any]]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    scenario = QUICK if options.quick else FULL
+    summary = __doc__.splitlines()[0]
+    options = parse(arguments, summary, RESULTS, FULL.timing.rounds)
+    run = QUICK if options.quick else FULL
     if options.rounds:
-        scenario = scenario._replace(rounds=options.rounds)
-    results = measure(scenario, OPTIMIZERS)
+        run = run._replace(timing=run.timing._replace(rounds=options.rounds))
+    results = measure(run, OPTIMIZERS, options.jobs)
     # A file has no width of its own; a table of eight columns needs more than 80.
-    print_results(results, Console(width=None if sys.stdout.isatty() else 140))
-    output = options.output or (None if options.quick else RESULTS)
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="default: benchmarks/results/peers.json; of a quick run, nothing",
-    )
-    parser.add_argument("--rounds", type=int, help=f"default: {FULL.rounds}")
-    parser.add_argument("--quick", action="store_true", help="small and meaningless")
-    options = parser.parse_args(arguments)
-    if options.rounds is not None and options.rounds < 2:
-        parser.error(f"--rounds must be >= 2 to have quartiles, got {options.rounds}")
-    return options
+    print_results(results, Console(width=None if sys.stdout.isatty() else 160))
+    if options.output:
+        write(results, options.output)
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     """A table for each optimizer, then what was promised."""
     records = results["records"]
     for optimizer in dict.fromkeys(record["optimizer"] for record in records):
-        table = Table("method", "ms / window", title=optimizer)
+        table = Table(title=optimizer)
+        table.add_column("method", no_wrap=True)
+        table.add_column("ms / window", justify="right")
         for reference in REFERENCES:
             table.add_column(f"/ {reference}", justify="right")
         table.add_column("arguments + temporaries, P", justify="right")
@@ -236,13 +171,12 @@ def print_results(results: dict[str, Any], console: Console) -> None:
                 table.add_row(*format_row(record))
         console.print(table)
     for promise in PROMISES:
-        figure = measured(promise, records)
-        verdict = "kept  " if figure <= promise.at_most else "MISSED"
-        console.print(
-            f"{verdict} {promise.method} / {promise.peer}, {promise.quantity} with "
-            f"{promise.optimizer}: {figure:.3f}, promised at most {promise.at_most}",
-            highlight=False,
+        text = (
+            f"{promise.method} / {promise.peer}, {promise.quantity} with "
+            f"{promise.optimizer}"
         )
+        verdict = render_verdict(text, measured(promise, records), promise.at_most)
+        console.print(verdict, highlight=False)
 
 
 def format_row(record: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Publishes what the benchmarks measured: fills the tables of figures in README.md.
+"""Publishes what the benchmarks measured: fills README.md with figures and tables.
 
 ``python benchmarks/readme.py`` writes them; with ``--check`` it only tells whether that
 would change anything.
@@ -16,6 +16,24 @@ from origin import ROOT, render_origin
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+
+# The peers' times that a method's is divided by; the file of results has more.
+PEERS = ("gradients and a step", "hand-written scan", "MultiSteps")
+
+# Of the scenarios, at one N: the quantities and the methods in the table.
+COUNT = 16
+SHOWN = (
+    ("time / limit", "make_train_step"),
+    ("time / limit", "make_window_steps"),
+    ("time / limit", "accumulate"),
+    ("time / limit", "MultiSteps"),
+    ("time / hand-written scan", "make_train_step"),
+    ("time / hand-written scan", "make_train_step, in place"),
+    ("temporaries, P", "whole batch"),
+    ("temporaries, P", "hand-written scan"),
+    ("temporaries, P", "make_train_step"),
+    ("temporaries, P", "make_train_step, in place"),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,6 +75,9 @@ def fill(readme: str, name: str, figures: str) -> str:
     return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
+# -- Peers
+
+
 def render(results: dict[str, Any]) -> str:
     """A table in Markdown for each optimizer, and what they were made of and by."""
     records = results["records"]
@@ -70,13 +91,16 @@ def render(results: dict[str, Any]) -> str:
 
 def render_table(records: list[dict[str, Any]]) -> str:
     """The records of one optimizer, a method in each row."""
-    references = list(records[0]["ratios"])
-    head = [records[0]["optimizer"], *(f"time / {name}" for name in references)]
-    table = [[*head, "memory, P"], ["---", *["---:"] * (len(references) + 1)]]
-    for record in records:
-        ratios = [render_ratio(record, reference) for reference in references]
-        table.append([record["method"], *ratios, render_memory(record)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+    head = [records[0]["optimizer"], *(f"time / {name}" for name in PEERS), "memory, P"]
+    rows = [
+        [
+            record["method"],
+            *(render_ratio(record, peer) for peer in PEERS),
+            render_memory(record),
+        ]
+        for record in records
+    ]
+    return render_rows(head, rows)
 
 
 def render_ratio(record: dict[str, Any], reference: str) -> str:
@@ -106,9 +130,63 @@ def render_note(results: dict[str, Any]) -> str:
     )
 
 
+# -- Scenarios
+
+
+def render_scenarios(results: dict[str, Any]) -> str:
+    """The two figures, a table, and what they were made of and by."""
+    figures = [
+        f"![{quantity} over N, in four scenarios]"
+        f"(benchmarks/results/scenarios_{quantity.lower()}.png)"
+        for quantity in ("Time", "Memory")
+    ]
+    names = [scenario["name"] for scenario in results["scenarios"]]
+    records = {
+        (record["scenario"], record["method"]): record
+        for record in results["records"]
+        if record["num_microbatches"] == COUNT
+    }
+    rows = [
+        [
+            f"{quantity}: {method}",
+            *(render_quantity(records[name, method], quantity) for name in names),
+        ]
+        for quantity, method in SHOWN
+    ]
+    table = render_rows([f"N = {COUNT}", *names], rows)
+    return "\n\n".join([*figures, table, render_scenarios_note(results)])
+
+
+def render_quantity(record: dict[str, Any], quantity: str) -> str:
+    if quantity == "temporaries, P":
+        return f"{record['memory_in_p']['temporaries']:.2f}"
+    return f"{record['ratios'][quantity.removeprefix('time / ')]:.2f}"
+
+
+def render_scenarios_note(results: dict[str, Any]) -> str:
+    scenarios = results["scenarios"]
+    sizes = ", ".join(f"{s['params_bytes'] / 1e6:.2g}" for s in scenarios)
+    rows = ", ".join(dict.fromkeys(str(s["microbatch_size"]) for s in scenarios))
+    return (
+        "One plain gradient is a call of `jax.jit(jax.value_and_grad(loss_fn))` with "
+        f"one micro-batch, of {rows} rows. Times are medians over at most "
+        f"{results['rounds']} rounds, of ratios within a round, with "
+        f"{results['optimizer']}. P is {sizes} MB. {render_origin(results)} Made by "
+        "`python benchmarks/scenarios.py`, `python benchmarks/figures.py` and "
+        "`python benchmarks/readme.py`."
+    )
+
+
+def render_rows(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown, whose first column is words."""
+    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
 # What each file of results becomes.
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers": render,
+    "scenarios": render_scenarios,
     "precision": precision.render,
 }
 

@@ -2,13 +2,16 @@
 
 from importlib.metadata import version
 
-from optax_accum._accumulate import AccumulateState, accumulate, has_emitted
+from optax_accum._accumulate import accumulate, has_emitted
+from optax_accum._call import AccumulateState
 from optax_accum._mean import mean
 from optax_accum._reductions import Concat, Last, Max, Min, Stack
 from optax_accum._skip import SkipFn, skip_nonfinite, skip_norm_above
+from optax_accum._state import TrainState, init_train_state
 from optax_accum._terms import Mean, Sum
-from optax_accum._train_step import TrainState, init_train_state, make_train_step
+from optax_accum._train_step import make_train_step
 from optax_accum._value_and_grad import grad, value, value_and_grad
+from optax_accum._window_steps import WindowState, make_window_steps
 
 __version__ = version("optax_accum")
 
@@ -23,11 +26,13 @@ __all__ = [
     "Stack",
     "Sum",
     "TrainState",
+    "WindowState",
     "accumulate",
     "grad",
     "has_emitted",
     "init_train_state",
     "make_train_step",
+    "make_window_steps",
     "mean",
     "skip_nonfinite",
     "skip_norm_above",

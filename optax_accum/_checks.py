@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from optax_accum._numerics import is_numeric, kind_of
 
@@ -75,42 +74,6 @@ def check_weight(argument: str, weight: Any) -> float | jax.Array:
             "rows or tokens."
         )
     return float(weight)
-
-
-def check_accumulator(
-    caller: str, dtype: DTypeLike | None, compensated: bool = False
-) -> None:
-    if dtype is not None:
-        _check_sum_dtype(f"{caller}(accumulator_dtype=...)", dtype)
-    if compensated and (dtype is None or jnp.dtype(dtype).itemsize >= 4):
-        got = "None" if dtype is None else jnp.dtype(dtype).name
-        raise ValueError(
-            f"`{caller}(compensated=True)` must come with an `accumulator_dtype` of 16 "
-            f"bits, got {got}; sums in float32, the default, are as large as a "
-            "compensated one of 16 bits and more exact."
-        )
-
-
-def _check_sum_dtype(argument: str, dtype: DTypeLike) -> None:
-    try:
-        name, is_floating = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # what is no dtype at all
-        name, is_floating = repr(dtype), False
-    if not is_floating:
-        raise TypeError(
-            f"`{argument}` must be a floating dtype or None, got {name}; complex "
-            "leaves are summed in their own dtype."
-        )
-    if jnp.dtype(dtype).itemsize < 2:
-        raise ValueError(
-            f"`{argument}` must have at least 16 bits, got {name}; a sum in fewer soon "
-            "ceases to grow."
-        )
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ValueError(
-            f"`{argument}` must be a dtype that JAX has at present, got {name}; enable "
-            "it by `jax_enable_x64`."
-        )
 
 
 def check_optimizer(call: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:

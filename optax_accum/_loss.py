@@ -5,12 +5,14 @@ With totals :math:`t_{ij}` of micro-batch :math:`i` and term :math:`j`, and deno
 :math:`\sum_j \sum_i t_{ij} / D_j`. Each micro-batch differentiates
 :math:`\sum_j f_j t_{ij}`; after the loop the sum of gradients is divided by one number.
 Of a loss of one term, :math:`f` is a constant, and :math:`D` need not be known before
-the end. Of several, :math:`f_j = N / D_j`: the denominators are counted first.
+the end. Of several, :math:`f_j = N / D_j`: the denominators are known beforehand.
+
+A scalar :math:`x_i` is a mean over rows, :math:`t_i = B_i x_i` and :math:`w_i = B_i`.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,23 @@ from optax_accum._numerics import (
     sum_dtype,
     varying_axes,
     weight_dtype,
+    widen,
 )
 from optax_accum._split import Split
 from optax_accum._terms import Mean, Sum, Term, terms_of
+
+
+class Measure(NamedTuple):
+    """What totals are measured in while they are summed: :math:`f_j = n / d_j`."""
+
+    divisors: tuple[ArrayLike, ...]  # d_j, one for each term
+    parts: int = 1  # n
+
+    def factors(self, count: int) -> tuple[Any, ...]:
+        """``count * f_j`` for each term; 0 where the divisor is."""
+        return tuple(
+            _quotient(count * self.parts, divisor) for divisor in self.divisors
+        )
 
 
 def must_count(loss: Any) -> bool:
@@ -40,67 +56,81 @@ def weights_of(loss: Any) -> tuple[Sum, ...]:
     return tuple(Sum(term.widened().weight) for term in means)
 
 
-def factors_of(loss: Any, denominators: tuple[jax.Array, ...], split: Split) -> tuple:
-    """:math:`f_j` for each term.
+def measure_of(loss: Any, counted: tuple[jax.Array, ...], split: Split) -> Measure:
+    """What the totals of all micro-batches are measured in.
 
     Args:
       loss: what the function returns, or the types of that.
-      denominators: of every `Mean`, where they must be counted.
+      counted: the denominator of every `Mean`, where they must be counted.
       split: how the rows are split.
     """
     terms = terms_of(loss)
     if len(terms) == 1:
-        return (1 / _unit(loss, split),)
-    # N times the share in the whole: each gradient is then as large as the mean one,
-    # which matters where it has 16 bits.
-    n, counted = split.num_microbatches, iter(denominators)
+        return Measure((unit_of(loss, split),))
+    denominators = iter(counted)
 
-    def factor(term):
+    def denominator(term):
         if isinstance(term, Mean):
-            denominator = next(counted)
-            return ratio(jnp.full_like(denominator, n), denominator)
-        return n if isinstance(term, Sum) else n / split.shares
+            return next(denominators)
+        return 1 if isinstance(term, Sum) else split.rows
 
-    return tuple(map(factor, terms))
+    # N parts: each gradient is then as large as the mean one, which matters where it
+    # has 16 bits.
+    return Measure(tuple(map(denominator, terms)), split.num_microbatches)
 
 
-def objective(loss: Any, factors: tuple, share: float) -> jax.Array:
+def unit_of(loss: Any, split: Split) -> float:
+    """What the sums of a loss of one term are measured in: near a micro-batch's weight.
+
+    Of a `Mean` a power of two, which every dtype says exactly.
+    """
+    if isinstance(loss, Mean):
+        return 2.0 ** round(math.log2(max(1, loss.size.size or split.microbatch_size)))
+    return 1 if isinstance(loss, Term) else split.microbatch_size
+
+
+def objective(loss: Any, measure: Measure, rows: int) -> jax.Array:
     r""":math:`\sum_j f_j t_{ij}`, which a micro-batch differentiates.
 
     Args:
       loss: what the function returned for it.
-      factors: :math:`f_j`.
-      share: its rows, as a share of those in a micro-batch of the common size.
+      measure: :math:`f_j`.
+      rows: how many it has.
     """
-    if not isinstance(loss, Term):
+    if _is_narrow(loss):
         return loss  # its gradient is scaled, by `weigh_gradients`
 
     def total(term):
         if isinstance(term, Mean):
             return term.widened().total
-        if isinstance(term, Sum):
-            return term.value
-        return scale(term, share, sum_dtype(jnp.result_type(term)))
+        return term.value if isinstance(term, Sum) else term
 
-    totals = [total(term) for term in terms_of(loss)]
+    def factor(term, once, for_rows):
+        return once if isinstance(term, Term) else for_rows
+
+    terms = terms_of(loss)
+    totals = list(map(total, terms))
+    factors = map(factor, terms, measure.factors(1), measure.factors(rows))
     dtype = weight_dtype(totals)
     products = [scale(t, f, dtype) for t, f in zip(totals, factors, strict=True)]
     return functools.reduce(jnp.add, products)
 
 
-def weigh_gradients(grads: Any, loss: Any, share: float) -> Any:
-    """The gradient of `objective`, with the weight that is not in there.
+def widened(loss: Any) -> Any:
+    """`loss` in a dtype that says its weight: a scalar of 16 bits does not."""
+    return loss if isinstance(loss, Term) else widen(loss)
 
-    A plain scalar may have 16 bits, in which a share cannot be said exactly; so the
-    gradient is scaled, in the dtype of its sum.
-    """
 
-    def scaled(grad):
-        return scale(grad, share, sum_dtype(jnp.result_type(grad)))
-
+def weigh_gradients(grads: Any, loss: Any, measure: Measure, rows: int) -> Any:
+    """The gradient of `objective`, with the weight that is not in there."""
     if isinstance(loss, Term):
         return select_gradients(grads, loss)
-    return grads if share == 1 else jax.tree.map(scaled, grads)
+    (factor,) = measure.factors(rows) if _is_narrow(loss) else (1,)
+
+    def scaled(grad):
+        return scale(grad, factor, sum_dtype(jnp.result_type(grad)))
+
+    return jax.tree.map(scaled, grads)
 
 
 def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
@@ -113,9 +143,9 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
       split: how the rows were split.
     """
     if isinstance(loss, Mean):
-        _check_varies_alike(sums, whole.weight)
+        check_varies_alike(sums, whole.weight)
         weight = jnp.where(whole.weight == 0, jnp.ones_like(whole.weight), whole.weight)
-        divisor = divide(weight, _unit(loss, split))
+        divisor = divide(weight, unit_of(loss, split))
     elif isinstance(loss, Term):
         divisor = 1 if isinstance(loss, Sum) else split.num_microbatches
     else:
@@ -152,7 +182,7 @@ def weight_of(loss: Any, whole: Any, rows: int) -> ArrayLike:
     if not isinstance(loss, Term):
         return rows
     counts = anything_counts(whole)
-    return 1 if counts is True else counts
+    return 1 if isinstance(counts, bool) else jnp.asarray(counts, jnp.float32)
 
 
 def anything_counts(loss: Any) -> bool | jax.Array:
@@ -164,7 +194,7 @@ def anything_counts(loss: Any) -> bool | jax.Array:
     return functools.reduce(jnp.logical_or, counts)
 
 
-def _check_varies_alike(sums: Any, weight: jax.Array) -> None:
+def check_varies_alike(sums: Any, weight: jax.Array) -> None:
     """Inside a ``shard_map``, a sum over devices is divided by a weight of all of them.
 
     JAX sums the gradient with respect to what is the same on all devices.
@@ -180,8 +210,13 @@ def _check_varies_alike(sums: Any, weight: jax.Array) -> None:
             )
 
 
-def _unit(loss: Any, split: Split) -> float:
-    """A power of two near the entries of a micro-batch: exact in every dtype."""
-    if not isinstance(loss, Mean):
-        return 1
-    return 2.0 ** round(math.log2(max(1, loss.size.size or split.microbatch_size)))
+def _is_narrow(loss: Any) -> bool:
+    """A plain scalar of 16 bits, in which a weight cannot be said exactly."""
+    return not isinstance(loss, Term) and sum_dtype(loss.dtype) != loss.dtype
+
+
+def _quotient(numerator: int, divisor: ArrayLike) -> Any:
+    """Known while tracing where both are; else an array, and 0 where `divisor` is."""
+    if isinstance(divisor, int | float):
+        return numerator / divisor
+    return ratio(jnp.full_like(divisor, numerator), divisor)

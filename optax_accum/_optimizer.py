@@ -4,10 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_accum._numerics import cast_as, find_difference, is_array, keep_types
+from optax_accum._numerics import (
+    cast_as,
+    find_difference,
+    is_array,
+    keep_types,
+    widen,
+)
 
 Flag = bool | jax.Array  # a bool where it is known while tracing
 
@@ -53,22 +58,30 @@ def update_inner(
     return updates, keep_types(new_state, state)
 
 
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """``optax.apply_updates``, but of the types of `params`.
+
+    A narrow parameter and a wide update are added wide, and rounded once.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return cast_as(optax.apply_updates(widen(params), updates), params)
+
+
 def step_if(
     steps: Flag,
-    step: Callable[[], tuple[optax.Updates, optax.OptState]],
-    grads: optax.Updates,
-    outgoing: optax.Updates,
+    step: Callable[[], tuple[Any, optax.OptState]],
+    stand: Callable[[], Any],
     state: optax.OptState,
-) -> tuple[optax.Updates, optax.OptState]:
-    """``step()`` where `steps`, else updates of -0.0 and the old state.
+) -> tuple[Any, optax.OptState]:
+    """``step()`` where `steps`, else ``stand()`` and the old state.
 
-    Minus zero is the neutral element of addition, so that parameters keep their bits.
+    What goes in and comes out may be in the same memory: parameters cross a branch for
+    nothing, where their updates need room.
 
     Args:
       steps: shape ``()``.
-      step: returns updates and state.
-      grads: what the updates answer to; they say where zeros live.
-      outgoing: the dtypes of the updates.
+      step: returns something and the new state of the optimizer.
+      stand: returns the same thing of a call without a step, of the same types.
       state: what is kept without a step. Its leaves that are no arrays are kept anyway:
         they cannot pass a branch of ``lax.cond``.
     """
@@ -77,16 +90,14 @@ def step_if(
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
     def true_fn():
-        updates, new_state = step()
-        return cast_as(updates, outgoing), arrays(new_state)
+        result, new_state = step()
+        return result, arrays(new_state)
 
     def false_fn():
-        # zeros_like: the sharding of a gradient, and the axes over which it varies.
-        zeros = jax.tree.map(lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, grads)
-        return zeros, arrays(state)
+        return stand(), arrays(state)
 
-    updates, new_arrays = cond(steps, true_fn, false_fn)
-    return updates, keep_types(new_arrays, state)
+    result, new_arrays = cond(steps, true_fn, false_fn)
+    return result, keep_types(new_arrays, state)
 
 
 def cond(pred: Flag, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:

@@ -9,10 +9,20 @@ from optax_accum._numerics import (
     find_difference,
     is_inexact,
     kind_of,
+    scale,
     settle,
+    weight_dtype,
 )
 from optax_accum._reductions import Concat, Marker, is_marker, map_markers
-from optax_accum._terms import Mean, Sum, Term, Terms, row_mean, terms_of
+from optax_accum._terms import (
+    Mean,
+    RowMean,
+    Sum,
+    Term,
+    Terms,
+    row_mean,
+    terms_of,
+)
 
 
 class Output(NamedTuple):
@@ -75,6 +85,23 @@ def as_markers(output: Output, weight: int, total_weight: int) -> dict[str, Any]
         return row_mean(leaf, weight, total_weight)
 
     return {"loss": marked(output.loss), "aux": map_markers(marked, output.aux)}
+
+
+def over_rows(markers: Any, rows: int) -> Any:
+    """`markers` of one call as they can be merged with those of calls of other rows.
+
+    Args:
+      markers: those of all its micro-batches together.
+      rows: how many it has.
+    """
+
+    def over(marker):
+        if not isinstance(marker, RowMean):
+            return marker
+        dtype = weight_dtype(marker.x)
+        return Mean(scale(marker.value, rows, dtype), jnp.full((), rows, dtype))
+
+    return map_markers(over, markers)
 
 
 def as_returned(values: Any, returned: Any) -> Any:

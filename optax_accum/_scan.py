@@ -3,15 +3,13 @@
 Letters: ``B`` rows in the batch, ``N`` micro-batches, ``P`` a parameter-sized buffer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from optax_accum._arguments import Place, Roles, find, replace, values_at
-from optax_accum._checks import check_callable, check_index, check_unroll
 from optax_accum._fold import (
     check_last,
     fold,
@@ -20,129 +18,153 @@ from optax_accum._fold import (
     values_of,
     values_of_whole,
 )
+from optax_accum._in_place import (
+    add_in_place,
+    find_by_value,
+    freeze_refs,
+    new_refs,
+)
+from optax_accum._job import Job
 from optax_accum._loss import (
+    Measure,
     anything_counts,
     divide_gradients,
-    factors_of,
+    measure_of,
     must_count,
     objective,
     select_gradients,
     weigh_gradients,
     weight_of,
     weights_of,
+    widened,
 )
-from optax_accum._numerics import is_inexact, kind_of, settle, widen
-from optax_accum._outputs import Output, as_markers, read_output
+from optax_accum._numerics import widen
+from optax_accum._outputs import Output, as_markers
 from optax_accum._split import (
-    Split,
-    check_split,
-    count_rows,
-    fold_keys,
-    split_rows,
     stack_microbatches,
     take_microbatch,
     take_remainder,
 )
-from optax_accum._sums import add_to_sum, read_sums, zero_sums
+from optax_accum._sums import (
+    Accumulator,
+    add_to_sum,
+    first_sums,
+    read_sums,
+    zero_sums,
+)
+from optax_accum._terms import terms_of
 
 
-class Job(NamedTuple):
-    """One call of a function, ready to be taken through its micro-batches."""
+class Form(NamedTuple):
+    """The types of what one micro-batch comes to, known before any of them runs."""
 
-    caller: str  # whose errors there are
-    # (trained, microbatch, index, carry, rows) -> Output
-    call: Callable[[tuple, tuple, ArrayLike, tuple, int], Output]
-    trained: tuple[Any, ...]  # the differentiated arguments
-    batch: tuple[Any, ...]
-    carry: tuple[Any, ...]  # the carried argument, if any
-    split: Split
-    axis: int
-    unroll: int | bool
+    output: Output
+    markers: dict[str, Any]  # of the loss and of aux
+    weights: tuple[Any, ...]
+    by_value: frozenset[int]  # leaves whose gradient is added by value, if in place
 
 
 class Accumulated(NamedTuple):
-    """What the micro-batches of one call come to."""
+    """What micro-batches come to, all together."""
 
     loss: jax.Array  # in the dtype of its sum
     aux: Any  # values, in the dtypes of their sums
-    returned: tuple[Any, Any]  # loss and aux as the function returned them, or types
     grads: tuple[Any, ...]  # one for each of `Job.trained`; in the dtypes of the sums
     carry: tuple[Any, ...]  # the carried argument after the last micro-batch, if any
-    weight: ArrayLike  # what the call weighs in a mean with others
-    counts: bool | jax.Array  # whether anything in it counted
+    weight: ArrayLike  # what they weigh in a mean with others
+    counts: bool | jax.Array  # whether anything in them counted
 
 
-def prepare(
-    caller: str,
-    fun: Callable,
-    *,
-    num_microbatches: int | None,
-    microbatch_size: int | None,
-    group_size: int,
-    has_aux: bool,
-    batch_axis: int,
-    unroll: int | bool,
-) -> Callable[[Roles, Sequence, dict[str, Any]], Job]:
-    """What makes a `Job` of every call of `fun`, with these options checked."""
-    options = check_split(caller, num_microbatches, microbatch_size, group_size)
-    axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
-    unroll = check_unroll(caller, unroll)
-    check_callable(f"the first argument of {caller}", fun)
-
-    def job(roles, args, kwargs):
-        places = find(caller, roles, args, kwargs)
-        trained, batch, rng, carry = values_at(places, args, kwargs)
-        check_floats(caller, _labelled(places.differentiated, trained))
-        rows = count_rows(caller, _labelled(places.split, batch), axis)
-
-        def call(trained, microbatch, index, carry, rows):
-            keys = fold_keys(rng, index) if rng else rng
-            values = Roles(trained, microbatch, keys, carry)
-            micro_args, micro_kwargs = replace(args, kwargs, places, values)
-            returned = fun(*micro_args, **micro_kwargs)
-            old = _labelled(places.carried, carry)
-            return read_output(caller, returned, old, has_aux, rows)
-
-        split = split_rows(rows, *options)
-        return Job(caller, call, trained, batch, settle(carry), split, axis, unroll)
-
-    return job
+# Loss and aux as the function returned them, or the types of that.
+Returned = tuple[Any, Any]
 
 
 def accumulate_gradients(
-    job: Job, accumulator_dtype: DTypeLike | None, compensated: bool
-) -> Accumulated:
+    job: Job, accumulator: Accumulator
+) -> tuple[Accumulated, Returned]:
     """The gradient and the outputs of the whole batch."""
     if job.split.is_whole:
-        return _differentiate_whole(job, None if compensated else accumulator_dtype)
-    form = _form_of(job)
-    loss, split = form.output.loss, job.split
-    denominators = _count(job, form) if must_count(loss) else ()
-    factors = factors_of(loss, denominators, split)
-
-    def visit(microbatch, index, carry, rows):
-        share = rows / split.microbatch_size
-
-        def micro_objective(trained):
-            output = job.call(trained, microbatch, index, carry, rows)
-            return objective(output.loss, factors, share), output
-
-        grads, output = jax.grad(micro_objective, has_aux=True)(job.trained)
-        grads = weigh_gradients(grads, output.loss, share)
-        return grads, as_markers(output, *split.weights(rows)), output.carry
-
-    zeros = zero_sums(job.trained, accumulator_dtype, compensated)
-    sums, whole, carry = _scan(job, visit, zeros, form.markers)
-    grads = divide_gradients(read_sums(sums), loss, whole["loss"], split)
+        return _differentiate_whole(job, accumulator)
+    form = form_of(job, accumulator)
+    loss = form.output.loss
+    counted = _count(job, form) if must_count(loss) else ()
+    measure = measure_of(loss, counted, job.split)
+    sums, whole, carry = sum_gradients(job, form, measure, accumulator)
+    grads = divide_gradients(read_sums(sums), loss, whole["loss"], job.split)
     return _result(job, form.output, whole, values_of(whole), grads, carry)
 
 
-def evaluate(job: Job) -> Accumulated:
+def sum_gradients(
+    job: Job,
+    form: Form,
+    measure: Measure,
+    accumulator: Accumulator,
+    earlier: Any = None,
+) -> tuple[Any, Any, tuple]:
+    """Sums of the gradients of all micro-batches.
+
+    Args:
+      job: the micro-batches.
+      form: what one of them comes to.
+      measure: what the sums are measured in.
+      accumulator: how they are kept.
+      earlier: sums to which these are added. None: there are none, and the gradient of
+        a single micro-batch is its own sum.
+
+    Returns:
+      The sums, the markers of all micro-batches together, the carry.
+    """
+
+    def visit(microbatch, index, carry, rows):
+        def micro_objective(trained):
+            output = job.call(trained, microbatch, index, carry, rows)
+            return objective(output.loss, measure, rows), output
+
+        grads, output = jax.grad(micro_objective, has_aux=True)(job.trained)
+        grads = weigh_gradients(grads, output.loss, measure, rows)
+        return grads, as_markers(output, *job.split.weights(rows)), output.carry
+
+    if earlier is None and job.split.is_whole:
+        grads, markers, carry = _visit_whole(job, visit)
+        return first_sums(grads, accumulator), markers, carry
+    if earlier is None:
+        earlier = zero_sums(job.trained, accumulator)
+    if accumulator.in_place:
+        return _sum_in_place(job, form, measure, earlier)
+    return _scan(job, visit, earlier, form.markers)
+
+
+def _sum_in_place(
+    job: Job, form: Form, measure: Measure, earlier: Any
+) -> tuple[Any, Any, tuple]:
+    """The same, each gradient added while it is made: none stands beside the sums."""
+    refs = new_refs(earlier)
+
+    def visit(microbatch, index, carry, rows):
+        def micro_objective(trained):
+            output = job.call(trained, microbatch, index, carry, rows)
+            return objective(widened(output.loss), measure, rows), output
+
+        output = add_in_place(
+            refs,
+            micro_objective,
+            job.trained,
+            by_value=form.by_value,
+            counts_of=lambda output: anything_counts(output.loss),
+            labels=job.labels,
+        )
+        return (), as_markers(output, *job.split.weights(rows)), output.carry
+
+    _, whole, carry = _scan(job, visit, (), form.markers)
+    return freeze_refs(refs), whole, carry
+
+
+def evaluate(job: Job) -> tuple[Accumulated, Returned]:
     """The outputs of the whole batch, without a gradient."""
     if job.split.is_whole:
         output = job.call(job.trained, job.batch, 0, job.carry, job.split.rows)
         return _result_of_whole(job, output, ())
-    form, split = _form_of(job), job.split
+    form, split = form_of(job), job.split
 
     def visit(microbatch, index, carry, rows):
         output = job.call(job.trained, microbatch, index, carry, rows)
@@ -152,43 +174,54 @@ def evaluate(job: Job) -> Accumulated:
     return _result(job, form.output, whole, values_of(whole), (), carry)
 
 
-def _differentiate_whole(job: Job, accumulator_dtype: DTypeLike | None) -> Accumulated:
-    """All rows at once: no loop, no sum, nothing to compensate."""
+def _differentiate_whole(
+    job: Job, accumulator: Accumulator
+) -> tuple[Accumulated, Returned]:
+    """All rows at once: no loop, no sum, nothing to compensate or to do in place."""
 
     def whole_objective(trained):
-        output = job.call(trained, job.batch, 0, job.carry, job.split.rows)
+        output = job.call(trained, job.batch, job.first, job.carry, job.split.rows)
         return values_of_whole(output.loss), output
 
     grads, output = jax.grad(whole_objective, has_aux=True)(job.trained)
     grads = select_gradients(grads, output.loss)
-    if accumulator_dtype is not None:
-        grads = widen(grads, accumulator_dtype)
+    if accumulator.dtype is not None and not accumulator.compensated:
+        grads = widen(grads, accumulator.dtype)
     return _result_of_whole(job, output, grads)
 
 
 # -- The loop
 
 
-class Form(NamedTuple):
-    """The types of what one micro-batch comes to, known before any of them runs."""
-
-    output: Output
-    markers: dict[str, Any]  # of the loss and of aux
-    weights: tuple[Any, ...]
-
-
-def _form_of(job: Job) -> Form:
-    split = job.split
+def form_of(job: Job, accumulator: Accumulator | None = None) -> Form:
+    """What a micro-batch of `job` comes to, and how it can be differentiated."""
+    split, rows = job.split, job.split.microbatch_size
+    by_value = frozenset()
 
     def first():
+        nonlocal by_value
         stacked = stack_microbatches(job.batch, split, job.axis)
         microbatch = take_microbatch(stacked, 0, split, job.axis)
-        rows = split.microbatch_size
-        output = job.call(job.trained, microbatch, 0, job.carry, rows)
-        markers = as_markers(output, *split.weights(rows))
-        return Form(output, markers, weights_of(output.loss))
 
-    return jax.eval_shape(first)
+        def call(trained):
+            return job.call(trained, microbatch, job.first, job.carry, rows)
+
+        def call_objective(trained):
+            output = call(trained)
+            divisors = (1,) * len(terms_of(output.loss))
+            return objective(widened(output.loss), Measure(divisors), rows), output
+
+        if accumulator is not None and accumulator.in_place:
+            by_value, output = find_by_value(
+                job.caller, call_objective, job.trained, accumulator, job.labels
+            )
+        else:
+            output = call(job.trained)
+        markers = as_markers(output, *split.weights(rows))
+        return output, markers, weights_of(output.loss)
+
+    output, markers, weights = jax.eval_shape(first)
+    return Form(output, markers, weights, by_value)
 
 
 def _count(job: Job, form: Form) -> tuple[jax.Array, ...]:
@@ -206,41 +239,52 @@ def _count(job: Job, form: Form) -> tuple[jax.Array, ...]:
     return values_of(weights)
 
 
-def _scan(job: Job, visit: Callable, zeros: Any, form: Any) -> tuple[Any, Any, tuple]:
+def _visit_whole(job: Job, visit: Callable) -> tuple[Any, Any, tuple]:
+    """A batch that is its own and only micro-batch."""
+    return visit(job.batch, job.first, job.carry, job.split.rows)
+
+
+def _scan(job: Job, visit: Callable, sums: Any, form: Any) -> tuple[Any, Any, tuple]:
     """Visits every micro-batch in order.
 
     Args:
       job: what to visit.
       visit: ``(microbatch, index, carry, rows) -> (grads, markers, carry)``.
-      zeros: where the sums of the gradients begin.
+      sums: where the sums of the gradients begin.
       form: the types of the markers.
 
     Returns:
       The sums of the gradients, the markers of all micro-batches together, the carry.
     """
     split, axis = job.split, job.axis
-    stacked = stack_microbatches(job.batch, split, axis)
 
     def add_gradients(sums, grads):
         # No division and no norm before the sum: they are of the mean, and a reduction
         # over devices could not leave the loop.
         return jax.tree.map(lambda grad, total: add_to_sum(total, grad), grads, sums)
 
-    def body(state, index):
+    if split.is_whole:
+        grads, markers, carry = _visit_whole(job, visit)
+        return add_gradients(sums, grads), markers, carry
+    stacked = stack_microbatches(job.batch, split, axis)
+
+    def body(state, i):
         sums, merged, carry = state
-        microbatch = take_microbatch(stacked, index, split, axis)
-        grads, markers, carry = visit(microbatch, index, carry, split.microbatch_size)
+        microbatch = take_microbatch(stacked, i, split, axis)
+        rows = split.microbatch_size
+        grads, markers, carry = visit(microbatch, job.first + i, carry, rows)
         merged, kept = fold(merged, markers)
         return (add_gradients(sums, grads), merged, carry), kept
 
-    state = zeros, start(form), job.carry
-    indices = jnp.arange(split.num_microbatches)
+    state = sums, start(form), job.carry
+    indices = jnp.arange(split.num_microbatches, dtype=jnp.int32)
     state, kept = jax.lax.scan(body, state, indices, unroll=job.unroll)
     sums, merged, carry = state
     rest = None
     if split.remainder:
         last, rows = take_remainder(job.batch, split, axis), split.remainder
-        grads, rest, carry = visit(last, split.num_microbatches, carry, rows)
+        index = job.first + split.num_microbatches
+        grads, rest, carry = visit(last, index, carry, rows)
         check_last(job.caller, rest, form)
         sums = add_gradients(sums, grads)
     return sums, gather(merged, kept, rest, form, split), carry
@@ -249,42 +293,19 @@ def _scan(job: Job, visit: Callable, zeros: Any, form: Any) -> tuple[Any, Any, t
 # -- What comes of it
 
 
-def _result(job, output, whole, values, grads, carry) -> Accumulated:
+def _result(job, output, whole, values, grads, carry) -> tuple[Accumulated, Returned]:
     """Of the types of one output, and the markers and values of all together."""
-    return Accumulated(
+    result = Accumulated(
         loss=values["loss"],
         aux=values["aux"],
-        returned=(output.loss, output.aux),
         grads=grads,
         carry=carry,
         weight=weight_of(output.loss, whole["loss"], job.split.rows),
         counts=anything_counts(whole["loss"]),
     )
+    return result, (output.loss, output.aux)
 
 
-def _result_of_whole(job, output, grads) -> Accumulated:
+def _result_of_whole(job, output, grads) -> tuple[Accumulated, Returned]:
     whole = {"loss": output.loss, "aux": output.aux}
     return _result(job, output, whole, values_of_whole(whole), grads, output.carry)
-
-
-# -- What may be differentiated
-
-
-def check_floats(caller: str, arguments: dict[str, Any]) -> None:
-    """Only floats have a gradient; every leaf that is none is named."""
-    wrong = [
-        f"{name}{jax.tree_util.keystr(path)} ({kind_of(leaf)})"
-        for name, argument in arguments.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(argument)
-        if not is_inexact(leaf)
-    ]
-    if wrong:
-        raise TypeError(
-            f"`{caller}` must be given floating or complex arrays to train, got "
-            f"{', '.join(wrong)}; pass what is not trained in an argument of its own."
-        )
-
-
-def _labelled(places: tuple[Place, ...], values: tuple) -> dict[str, Any]:
-    labels = [place.label for place in places]
-    return dict(zip(labels, values, strict=True))

@@ -9,6 +9,38 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum._numerics import is_numeric, sum_dtype
 
 
+class Accumulator(NamedTuple):
+    """How gradients are added up."""
+
+    dtype: DTypeLike | None = None  # of the sums of real leaves; None: see `sum_dtype`
+    compensated: bool = False
+    in_place: bool = False  # in the backward pass itself
+
+
+def check_accumulator(
+    caller: str,
+    dtype: DTypeLike | None,
+    compensated: bool = False,
+    in_place: bool = False,
+) -> Accumulator:
+    """These options together."""
+    if dtype is not None:
+        _check_sum_dtype(f"{caller}(accumulator_dtype=...)", dtype)
+    if compensated and (dtype is None or jnp.dtype(dtype).itemsize >= 4):
+        got = "None" if dtype is None else jnp.dtype(dtype).name
+        raise ValueError(
+            f"`{caller}(compensated=True)` must come with an `accumulator_dtype` of 16 "
+            f"bits, got {got}; sums in float32, the default, are as large as a "
+            "compensated one of 16 bits and more exact."
+        )
+    if compensated and in_place:
+        raise ValueError(
+            f"`{caller}(in_place=True)` must come without `compensated`, got both; a "
+            "backward pass adds, and keeps nothing of what rounding takes."
+        )
+    return Accumulator(dtype, compensated, in_place)
+
+
 class Compensated(NamedTuple):
     """A sum in a narrow dtype, and what rounding took from it.
 
@@ -21,9 +53,7 @@ class Compensated(NamedTuple):
     error: jax.Array  # of the same shape and dtype
 
 
-def zero_sums(
-    tree: Any, requested: DTypeLike | None = None, compensated: bool = False
-) -> Any:
+def zero_sums(tree: Any, accumulator: Accumulator) -> Any:
     """Zeros in the dtype of the sum for each numeric leaf, None for any other.
 
     ``zeros_like`` rather than ``zeros``: it keeps a leaf's sharding, and inside
@@ -33,13 +63,25 @@ def zero_sums(
     def zero(leaf):
         if not is_numeric(leaf):
             return None
-        dtype = sum_dtype(jnp.result_type(leaf), requested)
+        dtype = sum_dtype(jnp.result_type(leaf), accumulator.dtype)
         zeros = jnp.zeros_like(leaf, dtype)
-        if compensated and not jnp.issubdtype(dtype, jnp.complexfloating):
+        is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+        if accumulator.compensated and is_real:
             return Compensated(zeros, jnp.zeros_like(zeros))
         return zeros
 
     return jax.tree.map(zero, tree)
+
+
+def first_sums(grads: Any, accumulator: Accumulator) -> Any:
+    """Sums of one gradient, of the types that `zero_sums` has."""
+
+    def first(grad, zero):
+        if isinstance(zero, Compensated):
+            return add_to_sum(zero, grad)
+        return jnp.asarray(grad, zero.dtype)
+
+    return jax.tree.map(first, grads, zero_sums(grads, accumulator))
 
 
 def add_to_sum(total: Any, term: ArrayLike) -> Any:
@@ -75,3 +117,25 @@ def read_sum(total: Any) -> jax.Array:
 def read_sums(sums: Any) -> Any:
     """Every sum in a tree as an array."""
     return jax.tree.map(read_sum, sums, is_leaf=lambda x: isinstance(x, Compensated))
+
+
+def _check_sum_dtype(argument: str, dtype: DTypeLike) -> None:
+    try:
+        name, is_floating = jnp.dtype(dtype).name, jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # what is no dtype at all
+        name, is_floating = repr(dtype), False
+    if not is_floating:
+        raise TypeError(
+            f"`{argument}` must be a floating dtype or None, got {name}; complex "
+            "leaves are summed in their own dtype."
+        )
+    if jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(
+            f"`{argument}` must have at least 16 bits, got {name}; a sum in fewer soon "
+            "ceases to grow."
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"`{argument}` must be a dtype that JAX has at present, got {name}; enable "
+            "it by `jax_enable_x64`."
+        )

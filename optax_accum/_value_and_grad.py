@@ -7,10 +7,16 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from optax_accum._arguments import Roles, check_disjoint, name_arguments
-from optax_accum._checks import check_accumulator
+from optax_accum._job import prepare
 from optax_accum._numerics import cast_as, widen
 from optax_accum._outputs import as_returned
-from optax_accum._scan import Accumulated, accumulate_gradients, evaluate, prepare
+from optax_accum._scan import (
+    Accumulated,
+    Returned,
+    accumulate_gradients,
+    evaluate,
+)
+from optax_accum._sums import check_accumulator
 
 
 def value_and_grad(
@@ -31,6 +37,7 @@ def value_and_grad(
     carry_argname: str | None = None,
     accumulator_dtype: DTypeLike | None = None,
     compensated: bool = False,
+    in_place: bool = False,
     unroll: int | bool = 1,
 ) -> Callable:
     r"""``jax.value_and_grad`` in micro-batches: same result, memory of one of them.
@@ -108,6 +115,17 @@ def value_and_grad(
       compensated: whether a sum of fewer than 32 bits keeps beside it what rounding
         took, in as many bits again (Kahan). For where sums must be narrow: it is as
         large as one in float32, and less exact.
+      in_place: whether the backward pass itself adds to the sums, so that no gradient
+        stands beside them. It saves up to 1 P where a model scans over its layers, and
+        next to nothing where it does not. The results are the same but for the order
+        in which what a parameter gets from several places is added. Needs JAX 0.10.2.
+        Beside the sum stand, all the same, the gradients of parameters of fewer bits
+        than their sum; of what is inside a ``jax.checkpoint``, while that runs; and,
+        before JAX 0.11, of parameters of which the model takes a slice, and of some in
+        a scan together with what was computed from others. Where nothing in a
+        micro-batch counts, its backward pass is skipped. (Inside a ``shard_map`` in
+        which devices differ in that it is not, and a NaN stays.) A loss of 16 bits is
+        weighed in 16 bits: return it in float32 if micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
         Those of an iteration may stand in memory together.
 
@@ -141,7 +159,9 @@ def value_and_grad(
     """
     if argnums is None and argnames is None:
         argnums = 0
-    check_accumulator("value_and_grad", accumulator_dtype, compensated)
+    accumulator = check_accumulator(
+        "value_and_grad", accumulator_dtype, compensated, in_place
+    )
     roles = _roles(
         "value_and_grad",
         fun,
@@ -166,12 +186,13 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
         called = job(roles, args, kwargs)
-        whole = accumulate_gradients(called, accumulator_dtype, compensated)
+        whole, returned = accumulate_gradients(called, accumulator)
         if accumulator_dtype is None:
             grads = cast_as(whole.grads, called.trained)
         else:
             grads = widen(whole.grads, accumulator_dtype)
-        return _value(whole, has_aux), grads[0] if is_single else grads
+        value = _value(whole, returned, has_aux)
+        return value, grads[0] if is_single else grads
 
     return value_and_grad_fn
 
@@ -283,7 +304,7 @@ def value(
 
     @functools.wraps(fun)
     def value_fn(*args, **kwargs):
-        return _value(evaluate(job(roles, args, kwargs)), has_aux)
+        return _value(*evaluate(job(roles, args, kwargs)), has_aux)
 
     return value_fn
 
@@ -303,9 +324,9 @@ def _roles(caller, fun, differentiated, batch, rng, carry) -> Roles:
     return roles
 
 
-def _value(whole: Accumulated, has_aux: bool) -> Any:
+def _value(whole: Accumulated, returned: Returned, has_aux: bool) -> Any:
     """All that the function returns, put together as it does."""
-    loss, aux = as_returned((whole.loss, whole.aux), whole.returned)
+    loss, aux = as_returned((whole.loss, whole.aux), returned)
     beside = (*whole.carry, aux) if has_aux else whole.carry
     if not beside:
         return loss

@@ -1,6 +1,9 @@
 """Oracles, in NumPy or with the bare optimizer, and what several tests feed."""
 
+import collections
+
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -122,3 +125,24 @@ def counter(evaluations):
         return updates, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+
+
+def count_primitives(fun, *args):
+    """How often each primitive stands in the jaxpr of `fun`, inner ones included."""
+    counts = collections.Counter()
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            inner = jax.tree.leaves(eqn.params, is_leaf=_is_program)
+            programs = [p for p in inner if _is_program(p)]
+            if eqn.primitive.name != "jit":
+                counts[eqn.primitive.name] += 1
+            for program in programs:
+                visit(getattr(program, "jaxpr", program))
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return counts
+
+
+def _is_program(x):
+    return isinstance(x, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)

@@ -1,26 +1,55 @@
 """The benchmarks measure the same maths and publish what they measured. No timings."""
 
+import dataclasses
 import json
 
+import checks
+import figures
 import jax
 import methods
+import models
 import numpy as np
 import optax
 import peers
 import precision
+import programs
 import pytest
 import readme
+import scenarios
+from matplotlib.image import imread
 
 METHODS = [
     "limit",
+    "gradients and a step",
+    "whole batch",
     "hand-written scan",
     "make_train_step",
+    methods.IN_PLACE,
+    "make_window_steps",
+    "make_train_step + accumulate",
     "accumulate",
     "accumulate in scan",
     "MultiSteps",
     "MultiSteps in scan",
     "optax.microbatch",
 ]
+# Where a model or N is what is tested.
+FEW = {
+    "limit": methods.limit,
+    "gradients and a step": methods.gradients_and_step,
+    "hand-written scan": methods.hand_written_scan,
+    "make_train_step": methods.make_train_step,
+    methods.IN_PLACE: lambda p: methods.make_train_step(p, in_place=True),
+    "make_window_steps": methods.make_window_steps,
+    "MultiSteps": lambda p: methods.call_by_call(
+        p, optax.MultiSteps(p.optimizer, p.num_microbatches)
+    ),
+}
+
+
+MEASURED = [name for name in METHODS if name != methods.IN_PLACE or not methods.OLD_JAX]
+if methods.OLD_JAX:
+    del FEW[methods.IN_PLACE]
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +57,25 @@ def lenient_promotion():
     # MultiSteps multiplies by a bool, and the model adds a bias to its rows.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation(monkeypatch):
+    """Of slow programs: several times as fast to compile."""
+    monkeypatch.setattr(
+        programs,
+        "COMPILER_OPTIONS",
+        {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    )
+
+
+@pytest.fixture
+def few_methods(monkeypatch):
+    def describe_methods(problem):
+        return {name: describe(problem) for name, describe in FEW.items()}
+
+    monkeypatch.setattr(methods, "describe_methods", describe_methods)
+    monkeypatch.setattr(scenarios, "describe_methods", describe_methods)
 
 
 def make_origin():
@@ -73,9 +121,10 @@ def make_results(optimizers, methods):
 
 
 FIGURES = """\
-| AdamW | time / limit | time / hand-written scan | time / MultiSteps | memory, P |
+| AdamW | time / gradients and a step | time / hand-written scan | time / MultiSteps \
+| memory, P |
 | --- | ---: | ---: | ---: | ---: |
-| limit | 1 | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
+| hand-written scan | 1.25 (0.50–9.00) | 1 | 1.25 (0.50–9.00) | 3.00 + 1.50 |
 | accumulate | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 1.25 (0.50–9.00) | 3.00 + 1.50 |
 
 Time of one window: the median of its ratios to the other method's in the same round, \
@@ -87,43 +136,72 @@ rows. python 3.11, jax 0.9; 2 cores of Abacus; 2030-01-02. Made by \
 
 def test_measure_describes_each_method_in_json():
     # Asserts as well that all methods end at the same parameters.
-    results = peers.measure(methods.QUICK, {"SGD": optax.sgd(1e-3)})
-    assert [record["method"] for record in results["records"]] == METHODS
+    results = peers.measure(peers.QUICK, {"SGD": optax.sgd(1e-3)})
+    assert [record["method"] for record in results["records"]] == MEASURED
     for record in results["records"]:
         assert list(record["ratios"]) == list(peers.REFERENCES)
         assert record["memory_in_p"]["arguments"] >= 1  # the parameters themselves
     # 8 -> 16 -> 4 with biases, in float32.
     assert results["scenario"]["params_bytes"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
     assert json.loads(json.dumps(results)) == results
-    assert readme.render(results).count("\n| ") == 1 + len(METHODS)
+    assert readme.render(results).count("\n| ") == 1 + len(MEASURED)
+
+
+# The first one is the scenario of the test above.
+@pytest.mark.parametrize("scenario", models.QUICK[1:], ids=lambda s: s.name)
+def test_methods_agree_in_each_scenario(scenario, few_methods):
+    checks.check_methods(scenario, 2, jobs=2)
+
+
+def test_scenarios_measures_each_method_over_n_in_json(few_methods):
+    scenario, sgd = models.QUICK[0], ("SGD", optax.sgd(1e-3))
+    results = scenarios.measure([scenario], (1, 2), scenarios.QUICK, sgd, jobs=2)
+    assert json.loads(json.dumps(results)) == results
+    names = [(r["num_microbatches"], r["method"]) for r in results["records"]]
+    expected = [*FEW, scenarios.GRADIENT]
+    assert names == [(count, method) for count in (1, 2) for method in expected]
+    for record in results["records"]:
+        assert list(record["ratios"]) == list(scenarios.REFERENCES)
+        assert record["gradients"] == 1 or record["method"] != scenarios.GRADIENT
+
+    def programs_of(count):
+        return scenarios.find(results, scenario.name, count, "make_window_steps")[
+            "programs"
+        ]
+
+    # What does not depend on N was compiled once: the seconds are the same.
+    assert list(programs_of(1)) == ["first", "apply"]
+    assert programs_of(1).items() <= programs_of(2).items()
 
 
 def test_check_methods_names_a_method_that_leaves_out_rows(monkeypatch):
-    def build_methods(problem):
+    def describe_methods(problem):
         part = {name: rows[:6] for name, rows in problem.batch.items()}
-        rest = problem._replace(batch=part, microbatches=problem.microbatches[:3])
+        rest = dataclasses.replace(
+            problem, batch=part, microbatches=problem.microbatches[:3]
+        )
         return {
             "limit": methods.limit(problem),
             "whole": methods.hand_written_scan(problem),
             "part": methods.hand_written_scan(rest),
         }
 
-    monkeypatch.setattr(methods, "build_methods", build_methods)
+    monkeypatch.setattr(methods, "describe_methods", describe_methods)
     with pytest.raises(AssertionError, match=r"got \S+ by part$"):
-        methods.check_methods(methods.make_problem(methods.QUICK, optax.sgd(1.0)))
+        checks.check_methods(models.QUICK[0], 4)
 
 
 def test_relative_error_of_nan_is_nan():
     zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
-    assert np.isnan(methods.relative_error(zeros, ones * np.nan, ones))
-    assert methods.relative_error(zeros, ones, ones) <= 0
+    assert np.isnan(checks.relative_error(zeros, ones * np.nan, ones))
+    assert checks.relative_error(zeros, ones, ones) <= 0
 
 
 def test_main_writes_what_was_measured_and_says_what_was_missed(
     tmp_path, monkeypatch, capsys
 ):
     results = make_results(["AdamW", "Muon"], METHODS)
-    monkeypatch.setattr(peers, "measure", lambda scenario, optimizers: results)
+    monkeypatch.setattr(peers, "measure", lambda *args: results)
     output = tmp_path / "new" / "peers.json"
     peers.main(["--output", str(output)])
     assert json.loads(output.read_text()) == results
@@ -135,41 +213,51 @@ def test_main_writes_what_was_measured_and_says_what_was_missed(
     )
 
 
-def test_main_refuses_too_few_rounds_for_quartiles(capsys):
+def test_main_refuses_too_few_rounds_and_jobs(capsys):
     with pytest.raises(SystemExit):
         peers.main(["--rounds", "1"])
     assert "--rounds must be >= 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        scenarios.main(["--jobs", "0"])
+    assert "--jobs must be >= 1" in capsys.readouterr().err
 
 
 def test_render_gives_a_row_for_each_method():
-    assert readme.render(make_results(["AdamW"], ["limit", "accumulate"])) == FIGURES
+    assert (
+        readme.render(make_results(["AdamW"], ["hand-written scan", "accumulate"]))
+        == FIGURES
+    )
 
 
 def test_render_gives_a_table_for_each_optimizer():
     text = readme.render(make_results(["AdamW", "Muon"], ["limit"]))
-    assert text.count("| time / limit |") == 2
+    assert text.count("| time / MultiSteps |") == 2
     assert text.index("| AdamW |") < text.index("| Muon |")
 
 
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-ERRORS = "<!-- precision: begin -->{}<!-- precision: end -->\n"
+OTHERS = (
+    "<!-- scenarios: begin -->{}<!-- scenarios: end -->\n"
+    "<!-- precision: begin -->{}<!-- precision: end -->\n"
+)
 
 
 def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):
     page = tmp_path / "README.md"
-    results = make_results(["AdamW"], ["limit", "accumulate"])
+    results = make_results(["AdamW"], ["hand-written scan", "accumulate"])
+    by_scenario, errors = make_scenarios(), make_origin() | PRECISION
     (tmp_path / "peers.json").write_text(json.dumps(results))
-    errors = make_origin() | PRECISION
+    (tmp_path / "scenarios.json").write_text(json.dumps(by_scenario))
     (tmp_path / "precision.json").write_text(json.dumps(errors))
-    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + ERRORS.format("\n"))
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + OTHERS.format("\n", "\n"))
     paths = ["--readme", str(page), "--results", str(tmp_path)]
 
     with pytest.raises(SystemExit, match=r"^README.md is not up to date .*[^\n]$"):
         readme.main(["--check", *paths])
     readme.main(paths)
     expected = f"above\n{BEGIN}\n{FIGURES}\n{END}\nbelow\n"
-    table = precision.render(errors)
-    assert page.read_text() == expected + ERRORS.format(f"\n{table}\n")
+    tables = readme.render_scenarios(by_scenario), precision.render(errors)
+    assert page.read_text() == expected + OTHERS.format(*(f"\n{t}\n" for t in tables))
     readme.main(["--check", *paths])
 
 
@@ -177,6 +265,98 @@ def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):
 def test_fill_without_markers_should_fail(page):
     with pytest.raises(ValueError, match="peers: begin.*got .*; put both"):
         readme.fill(page, "peers", FIGURES)
+
+
+# -- Scenarios
+
+
+def make_scenarios(jobs=1):
+    """Figures that are easy to recognise, of two scenarios."""
+
+    def record(scenario, count, method):
+        return {
+            "scenario": scenario,
+            "num_microbatches": count,
+            "method": method,
+            "milliseconds": 20.0,
+            "gradients": 1.5,
+            "ratios": {name: 1.25 for name in scenarios.REFERENCES},
+            "memory_in_p": {"arguments": 3.0, "temporaries": 0.75},
+            "extra_bytes": 1_000_000 if method == scenarios.GRADIENT else 1_200_000,
+            "compile_seconds": 1.0 + count / 160,
+        }
+
+    names, counts = ("convolutional", "transformer"), (1, 4, 16, 64)
+    return make_origin() | {
+        "optimizer": "AdamW",
+        "counts": list(counts),
+        "rounds": 5,
+        "jobs": jobs,
+        "scenarios": [
+            {"name": name, "microbatch_size": 4, "params_bytes": 2_000_000}
+            for name in names
+        ],
+        "records": [
+            record(name, count, method)
+            for name in names
+            for count in counts
+            for method in [*METHODS, scenarios.GRADIENT]
+        ],
+    }
+
+
+def test_scenarios_main_writes_what_was_measured_and_says_what_was_missed(
+    tmp_path, monkeypatch, capsys
+):
+    def measure(measured, counts, timing, jobs):
+        return make_scenarios(jobs)
+
+    monkeypatch.setattr(scenarios, "measure", measure)
+    output = tmp_path / "new" / "scenarios.json"
+    scenarios.main(["--output", str(output)])
+    assert json.loads(output.read_text()) == make_scenarios()
+    printed = " ".join(capsys.readouterr().out.split())
+    # 1.4 s for N = 64, 1.025 s for N = 4.
+    assert "MISSED make_train_step compiles as fast for N = 64 as" in printed
+    assert ": 1.366, promised at most 1.15" in printed
+    assert "kept make_train_step, in place, of the transformer" in printed
+    assert ": 0.100, promised at most 0.15" in printed
+
+    scenarios.main(["--jobs", "2", "--quick"])
+    assert "unknown make_train_step compiles as fast" in capsys.readouterr().out
+
+
+def test_render_scenarios_gives_figures_and_a_row_for_each_quantity():
+    text = readme.render_scenarios(make_scenarios())
+    assert text.startswith("""\
+![Time over N, in four scenarios](benchmarks/results/scenarios_time.png)
+
+![Memory over N, in four scenarios](benchmarks/results/scenarios_memory.png)
+
+| N = 16 | convolutional | transformer |
+| --- | ---: | ---: |
+| time / limit: make_train_step | 1.25 | 1.25 |
+""")
+    assert "\n| temporaries, P: whole batch | 0.75 | 0.75 |\n" in text
+    assert "one micro-batch, of 4 rows." in text
+    assert text.count("\n|") == 2 + len(readme.SHOWN)
+
+
+def test_figures_are_drawn_from_the_file_of_results(tmp_path):
+    path = tmp_path / "scenarios.json"
+    path.write_text(json.dumps(make_scenarios()))
+    figures.main(["--results", str(path)])
+    for name in ("time", "memory"):
+        picture = tmp_path / f"scenarios_{name}.png"
+        height, width, _ = imread(picture).shape
+        assert width > height > 300
+        assert picture.stat().st_size < 150_000
+
+
+def test_figures_show_methods_that_are_measured():
+    assert set(figures.LINES) <= set(METHODS)
+    assert figures.GRADIENT == scenarios.GRADIENT
+    assert {method for _, method in readme.SHOWN} <= set(METHODS)
 
 
 # -- Precision

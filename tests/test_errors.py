@@ -4,6 +4,7 @@ Each failing case stands beside a passing one, so that the check cannot refuse i
 """
 
 import errors_of_losses
+import errors_of_windows
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -531,8 +532,9 @@ CASES = {
 }
 
 
-assert not CASES.keys() & errors_of_losses.CASES.keys()
-CASES |= errors_of_losses.CASES
+for others in (errors_of_losses.CASES, errors_of_windows.CASES):
+    assert not CASES.keys() & others.keys()
+    CASES |= others
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -38,6 +38,7 @@ def test_notebooks_are_found():
 
 
 @every_notebook
+@pytest.mark.slow
 def test_notebook_runs(path, tmp_path):
     copy = Path(shutil.copy(path, tmp_path))
     execute(copy, timeout=120)

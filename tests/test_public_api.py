@@ -22,6 +22,11 @@ import optax_accum
 
 PUBLIC = sorted(optax_accum.__all__)
 FUNCTIONS = [n for n in PUBLIC if inspect.isfunction(getattr(optax_accum, n))]
+STATES = [
+    optax_accum.AccumulateState,
+    optax_accum.TrainState,
+    optax_accum.WindowState,
+]
 MARKERS = ["Concat", "Last", "Max", "Mean", "Min", "Stack", "Sum"]
 PACKAGE = Path(optax_accum.__file__).parent
 
@@ -31,6 +36,8 @@ LAYERS = [
     "_checks",
     "_arguments",
     "_sums",
+    "_ref_traps",
+    "_in_place",
     "_reductions",
     "_terms",
     "_mean",
@@ -39,12 +46,17 @@ LAYERS = [
     "_outputs",
     "_fold",
     "_loss",
+    "_job",
     "_scan",
     "_optimizer",
     "_window",
+    "_call",
     "_accumulate",
     "_value_and_grad",
+    "_state",
+    "_step",
     "_train_step",
+    "_window_steps",
     "_demo",
 ]
 
@@ -124,7 +136,7 @@ def assert_recipe_for_tokens_holds(readme):
 
 
 def test_state_docstrings_name_every_field():
-    for state in (optax_accum.AccumulateState, optax_accum.TrainState):
+    for state in STATES:
         for field in state._fields:
             assert f"  {field}: " in inspect.getdoc(state)
 

@@ -1,0 +1,101 @@
+"""A call of a function, made ready to be taken through its micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import ArrayLike
+
+from optax_accum._arguments import Place, Roles, find, replace, values_at
+from optax_accum._checks import check_callable, check_index, check_unroll
+from optax_accum._numerics import is_inexact, kind_of, settle
+from optax_accum._outputs import Output, read_output
+from optax_accum._split import Split, check_split, count_rows, fold_keys, split_rows
+
+
+class Job(NamedTuple):
+    """One call of a function, ready to be taken through its micro-batches."""
+
+    caller: str  # whose errors there are
+    # (trained, microbatch, index, carry, rows) -> Output
+    call: Callable[[tuple, tuple, ArrayLike, tuple, int], Output]
+    trained: tuple[Any, ...]  # the differentiated arguments
+    batch: tuple[Any, ...]
+    carry: tuple[Any, ...]  # the carried argument, if any
+    split: Split
+    axis: int
+    unroll: int | bool
+    labels: tuple[str, ...]  # what an error shall call the leaves of `trained`
+    first: ArrayLike = 0  # the number of its first micro-batch
+
+
+def prepare(
+    caller: str,
+    fun: Callable,
+    *,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    group_size: int,
+    has_aux: bool,
+    batch_axis: int,
+    unroll: int | bool,
+) -> Callable[[Roles, Sequence, dict[str, Any]], Job]:
+    """What makes a `Job` of every call of `fun`, with these options checked."""
+    options = check_split(caller, num_microbatches, microbatch_size, group_size)
+    axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
+    unroll = check_unroll(caller, unroll)
+    check_callable(f"the first argument of {caller}", fun)
+
+    def job(roles, args, kwargs):
+        places = find(caller, roles, args, kwargs)
+        trained, batch, rng, carry = values_at(places, args, kwargs)
+        named = _labelled(places.differentiated, trained)
+        check_floats(caller, named)
+        rows = count_rows(caller, _labelled(places.split, batch), axis)
+
+        def call(trained, microbatch, index, carry, rows):
+            keys = fold_keys(rng, index) if rng else rng
+            values = Roles(trained, microbatch, keys, carry)
+            micro_args, micro_kwargs = replace(args, kwargs, places, values)
+            returned = fun(*micro_args, **micro_kwargs)
+            old = _labelled(places.carried, carry)
+            return read_output(caller, returned, old, has_aux, rows)
+
+        split = split_rows(rows, *options)
+        labels = tuple(label for label, _ in _leaves_of(named))
+        return Job(
+            caller, call, trained, batch, settle(carry), split, axis, unroll, labels
+        )
+
+    return job
+
+
+# -- What may be differentiated
+
+
+def check_floats(caller: str, arguments: dict[str, Any]) -> None:
+    """Only floats have a gradient; every leaf that is none is named."""
+    wrong = [
+        f"{label} ({kind_of(leaf)})"
+        for label, leaf in _leaves_of(arguments)
+        if not is_inexact(leaf)
+    ]
+    if wrong:
+        raise TypeError(
+            f"`{caller}` must be given floating or complex arrays to train, got "
+            f"{', '.join(wrong)}; pass what is not trained in an argument of its own."
+        )
+
+
+def _leaves_of(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Every leaf, under the name that an error shall call it by."""
+    return [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name, argument in arguments.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument)
+    ]
+
+
+def _labelled(places: tuple[Place, ...], values: tuple) -> dict[str, Any]:
+    labels = [place.label for place in places]
+    return dict(zip(labels, values, strict=True))
