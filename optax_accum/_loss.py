@@ -50,6 +50,12 @@ def must_count(loss: Any) -> bool:
     return len(terms) > 1 and any(isinstance(term, Mean) for term in terms)
 
 
+def needs_denominators(loss: Any) -> bool:
+    """Whether terms are divided by what only all calls of a window together know."""
+    terms = terms_of(loss)
+    return len(terms) > 1 and not all(isinstance(term, Sum) for term in terms)
+
+
 def weights_of(loss: Any) -> tuple[Sum, ...]:
     """What a micro-batch adds to the denominators: the weight of every `Mean`."""
     means = (term for term in terms_of(loss) if isinstance(term, Mean))
@@ -80,13 +86,32 @@ def measure_of(loss: Any, counted: tuple[jax.Array, ...], split: Split) -> Measu
 
 
 def unit_of(loss: Any, split: Split) -> float:
-    """What the sums of a loss of one term are measured in: near a micro-batch's weight.
+    """What the sums of a loss of one term are measured in.
 
-    Of a `Mean` a power of two, which every dtype says exactly.
+    The rows of a micro-batch; of a `Mean` a power of two, which every dtype says
+    exactly, near the number of its entries, masked ones among them.
     """
     if isinstance(loss, Mean):
         return 2.0 ** round(math.log2(max(1, loss.size.size or split.microbatch_size)))
     return 1 if isinstance(loss, Term) else split.microbatch_size
+
+
+def share_of_call(
+    loss: Any, denominators: tuple[jax.Array, ...], split: Split
+) -> jax.Array:
+    """About the share that a micro-batch has in known denominators, 1 at most.
+
+    Gradients are divided by it, so that they are as large as the mean one, which
+    matters where they have 16 bits; and their sum is multiplied.
+    """
+    units = [unit_of(term, split) for term in terms_of(loss)]
+    shares = [
+        ratio(jnp.full_like(d, unit), d)
+        for d, unit in zip(denominators, units, strict=True)
+    ]
+    # Of a term that counts nowhere, the share is 0.
+    known = [jnp.where(share == 0, jnp.ones_like(share), share) for share in shares]
+    return functools.reduce(jnp.minimum, known, jnp.ones_like(known[0]))
 
 
 def objective(loss: Any, measure: Measure, rows: int) -> jax.Array:

@@ -109,7 +109,8 @@ def _inner_programs(
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         consts, carry, xs = _parts_of_scan(eqn, operands)
-        carry = [None if operand is None else _COMPUTED for operand in carry]
+        # All of it is linear, even where it begins with zeros that depend on nothing.
+        carry = [_COMPUTED] * len(carry)
         return [(params["jaxpr"].jaxpr, consts + carry + xs)]
     if name == "cond":
         return [(branch.jaxpr, operands[1:]) for branch in params["branches"]]
@@ -178,6 +179,14 @@ def _closed_over_after_a_value(params: Any) -> jax.Array:
     return _scan(lambda h, _: jnp.sin(h * value[0]) + leaf[0] ** 2, jnp.arange(2))
 
 
+def _closed_over_within_a_scan(params: Any) -> jax.Array:
+    def layer(h, x):
+        inner = jax.lax.scan(lambda g, _: (jnp.sin(g + h * x), None), h, length=2)
+        return inner[0], None
+
+    return jax.lax.scan(layer, jnp.ones(()), params["a"])[0] * params["b"][0]
+
+
 def _twice_in_a_program(params: Any) -> jax.Array:
     product = jax.jit(lambda x, y: jnp.sum(jnp.sin(x) * y))
     return product(params["a"], params["a"]) * jnp.sum(params["b"])
@@ -188,6 +197,18 @@ def _twice_in_a_scan(params: Any) -> jax.Array:
     return _scan(lambda h, x: jnp.sin(h * x[0]) * x[1] + x[2], xs)
 
 
+def _twice_in_a_branch(params: Any) -> jax.Array:
+    def product(x, y):
+        return jnp.sum(jnp.sin(x) * y)
+
+    twice = params["a"], params["a"]
+    return jax.lax.cond(params["b"][0] > 0, product, lambda x, y: jnp.sum(x), *twice)
+
+
+def _scanned_and_closed_over(params: Any) -> jax.Array:
+    return _scan(lambda h, x: jnp.sin(h * x) + params["a"][0] ** 2, params["a"])
+
+
 def _sliced(params: Any) -> jax.Array:
     return jnp.sin(params["a"][0]) * params["b"][1] + jnp.sum(params["a"][1:] ** 2)
 
@@ -195,7 +216,10 @@ def _sliced(params: Any) -> jax.Array:
 _TRAPS = {
     "what a scan takes after a value": _scanned_after_a_value,
     "what a scan closes over after a value": _closed_over_after_a_value,
+    "what a scan within a scan closes over": _closed_over_within_a_scan,
     "what a jitted function is given twice": _twice_in_a_program,
     "what a scan is given twice": _twice_in_a_scan,
+    "what a branch is given twice": _twice_in_a_branch,
+    "what a scan takes and closes over": _scanned_and_closed_over,
     "slices": _sliced,
 }

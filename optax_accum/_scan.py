@@ -23,6 +23,7 @@ from optax_accum._in_place import (
     find_by_value,
     freeze_refs,
     new_refs,
+    write_over,
 )
 from optax_accum._job import Job
 from optax_accum._loss import (
@@ -90,7 +91,11 @@ def accumulate_gradients(
     counted = _count(job, form) if must_count(loss) else ()
     measure = measure_of(loss, counted, job.split)
     sums, whole, carry = sum_gradients(job, form, measure, accumulator)
-    grads = divide_gradients(read_sums(sums), loss, whole["loss"], job.split)
+
+    def divide(sums):
+        return divide_gradients(read_sums(sums), loss, whole["loss"], job.split)
+
+    grads = write_over(divide, sums) if accumulator.in_place else divide(sums)
     return _result(job, form.output, whole, values_of(whole), grads, carry)
 
 

@@ -8,10 +8,11 @@ import optax
 
 from optax_accum._accumulate import has_emitted
 from optax_accum._call import AccumulateUpdateFn, accumulate_states
+from optax_accum._loss import needs_denominators
 from optax_accum._optimizer import Flag, apply_updates, step_if, update_inner
 from optax_accum._scan import Accumulated
 from optax_accum._state import TrainState
-from optax_accum._terms import Sum, terms_of
+from optax_accum._terms import terms_of
 
 
 def take_step(
@@ -84,14 +85,13 @@ def _apply(
 
 def check_terms(call: str, loss: Any, opt_state: optax.OptState) -> None:
     """The window in `opt_state` divides by one denominator."""
-    terms = terms_of(loss)
     states = accumulate_states(opt_state)
-    is_one = len(terms) == 1 or all(isinstance(term, Sum) for term in terms)
-    if not is_one and any(jax.tree.leaves(state.acc_grads) for state in states):
+    is_open = any(jax.tree.leaves(state.acc_grads) for state in states)
+    if needs_denominators(loss) and is_open:
         raise ValueError(
-            f"`{call}` must be given a loss of one term where a window crosses "
-            f"calls, got {len(terms)}, whose denominators would have to be known when "
-            "it opens; put what is the same for all rows inside the mean, "
+            f"`{call}` must be given a loss of one term where a window crosses calls, "
+            f"got {len(terms_of(loss))}, whose denominators would have to be known "
+            "when it opens; put what is the same for all rows inside the mean, "
             "`mean(losses + 0.01 * decay, where=mask)`, or take the whole window in "
             "one call."
         )

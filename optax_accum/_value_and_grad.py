@@ -123,7 +123,9 @@ def value_and_grad(
         than their sum; of what is inside a ``jax.checkpoint``, while that runs; and,
         before JAX 0.11, of parameters of which the model takes a slice, and of some in
         a scan together with what was computed from others. Where nothing in a
-        micro-batch counts, its backward pass is skipped. (Inside a ``shard_map`` in
+        micro-batch counts, its backward pass is skipped: such a loss cannot be
+        differentiated again. JAX cannot map any of it by ``vmap``. (Inside a
+        ``shard_map`` in
         which devices differ in that it is not, and a NaN stays.) A loss of 16 bits is
         weighed in 16 bits: return it in float32 if micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._checks import check_optimizer
 from optax_accum._fold import fold, values_of
@@ -16,7 +16,9 @@ from optax_accum._loss import (
     Measure,
     anything_counts,
     check_varies_alike,
+    needs_denominators,
     objective,
+    share_of_call,
     unit_of,
 )
 from optax_accum._numerics import (
@@ -44,10 +46,10 @@ class WindowState(NamedTuple):
       mini_step: micro-batches in it.
       acc_grads: sum of their gradients, each times its weight over `unit`. Shapes of
         the parameters, dtypes of sums.
-      unit: about what the first micro-batch weighed. None where gradients are added up
-        as they are: of a `Sum`, and of several terms.
+      unit: what weights are measured in: the rows of the first micro-batch, or about
+        the entries of its `Mean`; so that gradients of 16 bits stay in range.
       loss: a `Mean` of the loss so far, with its `value` and its `weight`: rows, or
-        what a `Mean` weighs. A `Sum` where `unit` is None.
+        what a `Mean` weighs. A `Sum` of it where the loss is one, or has several terms.
       aux: what is reported beside it so far, as markers. None without.
       counts: whether anything in it counts. None where everything does.
       denominators: those that the window was opened with, if any.
@@ -56,7 +58,7 @@ class WindowState(NamedTuple):
 
     mini_step: jax.Array  # shape=(), dtype=int32
     acc_grads: Any
-    unit: jax.Array | None  # shape=(), float32, or float64 beside such sums
+    unit: jax.Array  # shape=(), float32, or float64 beside such sums
     loss: Mean | Sum
     aux: Any
     counts: jax.Array | None  # shape=(), dtype=bool
@@ -90,8 +92,8 @@ def make_window_steps(
     more micro-batch in it; ``window=None`` opens one, with the first gradient as its
     sum. It reads `state` and leaves it. ``apply(state, window, **extra)`` closes the
     window: ``(state, metrics)`` of a step with the mean gradient of all that was added,
-    however much that is. The sequence is that of a train step on all rows at once:
-    weights, keys, model state and metrics are those of the window.
+    however much that is. But for rounding, the sequence is a train step on all rows at
+    once: weights, keys, model state and metrics are those of the window.
 
     A window is a pytree of arrays, `mini_step`, `acc_grads` and more. Saved and
     restored, it goes on bit for bit.
@@ -114,8 +116,8 @@ def make_window_steps(
       in_place: as for `make_train_step`; a first, unsplit micro-batch needs no sum.
       unroll: as for `make_train_step`.
       donate: whether `add` consumes the window and `apply` the state that they are
-        given, which saves a copy of each. A window that was applied is used up: the
-        next one opens with None.
+        given, which saves a copy of each. A window that was applied is used up, and
+        nothing tells if it is used again: the next one opens with None.
 
     Returns:
       ``(add, apply)``, both ``jax.jit`` functions. `add` compiles once for the first
@@ -173,7 +175,8 @@ def make_window_steps(
         return take_step(optimizer, state, whole, norm, extra, has_aux)
 
     # Names in profiles, in logs of compilations and in errors.
-    add_fn.__name__, apply_fn.__name__ = "add", "apply"
+    add_fn.__name__ = add_fn.__qualname__ = "add"
+    apply_fn.__name__ = apply_fn.__qualname__ = "apply"
     return (
         jax.jit(add_fn, donate_argnums=(2,) if donate else ()),
         # Not the window: no result has room for it.
@@ -197,15 +200,16 @@ def _add(
     _check_aux(form)
     dtype = weight_dtype(state.params, accumulator.dtype)
     known = _check_denominators(loss, denominators, window, dtype)
-    measure = _measure(loss, known, window, job)
+    unit = _unit(loss, known, job) if window is None else window.unit
+    measure = Measure(_divisors(loss, known, unit))
     earlier = None if window is None else (window.acc_grads,)
     (sums,), whole, carry = sum_gradients(job, form, measure, accumulator, earlier)
     visited = split.num_microbatches + (split.remainder > 0)
     added = WindowState(
         mini_step=jnp.asarray(job.first + visited, jnp.int32),
         acc_grads=sums,
-        unit=jnp.asarray(measure.divisors[0], dtype) if _is_weighed(loss) else None,
-        loss=_merge_terms(whole["loss"], measure, split.rows),
+        unit=jnp.asarray(unit, dtype),
+        loss=_merge_terms(whole["loss"], measure, unit, split.rows),
         aux=over_rows(whole["aux"], split.rows),
         counts=_counts(whole["loss"], known),
         denominators=known,
@@ -214,27 +218,29 @@ def _add(
     return added if window is None else _merge(window, added)
 
 
-def _measure(
-    loss: Any, denominators: tuple, window: WindowState | None, job: Job
-) -> Measure:
-    """What gradients are measured in: all calls of a window the same."""
-    if not _is_weighed(loss):
-        return Measure(denominators or (1,) * len(terms_of(loss)))
-    opened = None if window is None else window.unit
-    return Measure((unit_of(loss, job.split) if opened is None else opened,))
+def _unit(loss: Any, denominators: tuple, job: Job) -> ArrayLike:
+    """What gradients are measured in, in all calls of a window that opens."""
+    if denominators:
+        return share_of_call(loss, denominators, job.split)
+    return unit_of(loss, job.split)
 
 
-def _is_weighed(loss: Any) -> bool:
-    """Whether the sum of gradients is divided by a weight when the window closes."""
-    return len(terms_of(loss)) == 1 and not isinstance(loss, Sum)
+def _divisors(loss: Any, denominators: tuple, unit: ArrayLike) -> tuple:
+    """What the total of each term is divided by before it is differentiated."""
+    if denominators:
+        return tuple(denominator * unit for denominator in denominators)
+    return (unit,) * len(terms_of(loss))
 
 
-def _merge_terms(whole: Any, measure: Measure, rows: int) -> Mean | Sum:
+def _merge_terms(
+    whole: Any, measure: Measure, unit: ArrayLike, rows: int
+) -> Mean | Sum:
     """The loss of all micro-batches of a call, to be merged with those of others."""
     if isinstance(whole, Mean | RowMean):
         return over_rows(whole, rows)
     values = [t.value if isinstance(t, RowMean) else t for t in terms_of(whole)]
-    return Sum(objective(Terms(tuple(values)), measure, rows))
+    value = objective(Terms(tuple(values)), measure, rows)
+    return Sum(scale(value, unit, value.dtype))
 
 
 def _counts(whole: Any, denominators: tuple[jax.Array, ...]) -> jax.Array | None:
@@ -267,13 +273,13 @@ def _close(window: WindowState) -> tuple[Accumulated, jax.Array]:
     """What a step is taken with, and the norm of its gradient.
 
     The mean gradient is a product, which the compiler repeats wherever it is read. A
-    quotient it would store: 1 P. The two differ by one rounding, and not where the
-    micro-batches are alike and a power of two in number.
+    quotient it would store: 1 P. The two differ by one rounding, and so do doors 2 and
+    3, but where the micro-batches are alike and a power of two in number.
     """
     sums, counts = read_sums(window.acc_grads), window.counts
     weight = 1 if counts is None else jnp.asarray(counts, jnp.float32)
-    factor = 1
-    if isinstance(window.loss, Mean) and window.unit is not None:
+    factor = window.unit
+    if isinstance(window.loss, Mean):
         weight = window.loss.weight
         check_varies_alike(sums, weight)
         factor = ratio(window.unit, weight)
@@ -302,10 +308,14 @@ def _check_window(
         )
     sums = jax.eval_shape(lambda: zero_sums(state.params, accumulator))
     difference = find_difference(window.acc_grads, sums, "acc_grads")
+    difference = difference or find_difference(
+        window.model_state, state.model_state, "model_state"
+    )
     if difference:
         raise ValueError(
-            f"`{call}` must be given a window of these parameters, got {difference}; "
-            "make `add` and `apply` together, and open a new window with None."
+            f"`{call}` must be given a window that was opened with this state, got "
+            f"{difference}; make `add` and `apply` together, and open a new window "
+            "with None."
         )
 
 
@@ -329,8 +339,7 @@ def _check_denominators(
 ) -> tuple[jax.Array, ...]:
     """The denominators of the whole window, if the loss needs them."""
     argument = "add(state, batch, window, denominators=...)"
-    terms = terms_of(loss)
-    needs = len(terms) > 1 and not all(isinstance(term, Sum) for term in terms)
+    terms, needs = terms_of(loss), needs_denominators(loss)
     if window is not None and given is not None:
         raise ValueError(
             f"`{argument}` must be given when the window opens, with None, got an open "

@@ -56,6 +56,14 @@ def report(aux):
     return add(state, X, None)
 
 
+def stateful(window):
+    def loss_fn(w, x, model_state):
+        return jnp.mean(w * x), model_state
+
+    add, _ = make_window_steps(loss_fn, SGD, donate=False)
+    return add(init_train_state(1.0, SGD, model_state=1.0), X, window)
+
+
 # name: (error, parts of the message, what fails, what passes)
 CASES = {
     "apply of no window": (
@@ -72,13 +80,21 @@ CASES = {
     ),
     "a window of other parameters": (
         ValueError,
-        ["add(state, batch, window)", "got float32[6] at acc_grads", "float32[] is"],
+        [
+            "add(state, batch, window)",
+            "got float32[6] at acc_grads",
+            "opened with this state",
+        ],
         lambda: add_to(opened(params=X)),
         lambda: add_to(opened()),
     ),
     "a window of other parameters is applied": (
         ValueError,
-        ["apply(state, window)", "got float32[6] at acc_grads", "float32[] is"],
+        [
+            "apply(state, window)",
+            "got float32[6] at acc_grads",
+            "opened with this state",
+        ],
         lambda: apply_to(opened(params=X)),
         lambda: apply_to(opened()),
     ),
@@ -87,6 +103,12 @@ CASES = {
         ["got float32[] at acc_grads", "bfloat16[] is", "together"],
         lambda: make(accumulator_dtype=jnp.bfloat16)[1](make()[2], opened()),
         lambda: make()[1](make()[2], opened()),
+    ),
+    "a window without model state": (
+        ValueError,
+        ["opened with this state", "float32[] is expected", "model_state"],
+        lambda: stateful(opened()),
+        lambda: stateful(None),
     ),
     "a window of another loss": (
         TypeError,

@@ -134,6 +134,7 @@ rows. python 3.11, jax 0.9; 2 cores of Abacus; 2030-01-02. Made by \
 `python benchmarks/peers.py` and `python benchmarks/readme.py`."""
 
 
+@pytest.mark.slow
 def test_measure_describes_each_method_in_json():
     # Asserts as well that all methods end at the same parameters.
     results = peers.measure(peers.QUICK, {"SGD": optax.sgd(1e-3)})
@@ -147,12 +148,14 @@ def test_measure_describes_each_method_in_json():
     assert readme.render(results).count("\n| ") == 1 + len(MEASURED)
 
 
+@pytest.mark.slow
 # The first one is the scenario of the test above.
 @pytest.mark.parametrize("scenario", models.QUICK[1:], ids=lambda s: s.name)
 def test_methods_agree_in_each_scenario(scenario, few_methods):
     checks.check_methods(scenario, 2, jobs=2)
 
 
+@pytest.mark.slow
 def test_scenarios_measures_each_method_over_n_in_json(few_methods):
     scenario, sgd = models.QUICK[0], ("SGD", optax.sgd(1e-3))
     results = scenarios.measure([scenario], (1, 2), scenarios.QUICK, sgd, jobs=2)

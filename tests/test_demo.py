@@ -10,6 +10,8 @@ from optax_accum import __main__, _demo
 
 STEPS = 4
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def figure(tmp_path_factory):

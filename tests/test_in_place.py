@@ -69,6 +69,7 @@ def assert_close(actual, expected, limit):
 # -- The losses of the other tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["language model", "image classifier", "regression"])
 def test_losses_of_ragged_microbatches(name):
     """5e-6: some dozens of roundings of 6e-8 on the way, in either program."""
@@ -78,6 +79,7 @@ def test_losses_of_ragged_microbatches(name):
     assert largest_relative_error(actual, expected) <= 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_float64(name, x64):
     make, options = LOSSES[name]
@@ -87,12 +89,13 @@ def test_losses_in_float64(name, x64):
     actual = fast_jit(value_and_grad(loss_fn, **options))(params, batch)
     # Thousands of roundings of 1e-16.
     assert largest_relative_error(actual, expected) <= 1e-12
+    if name != "language model":
+        return
     by_value = fast_jit(optax_accum.value_and_grad(loss_fn, **options))(params, batch)
     np.testing.assert_array_equal(actual[0], by_value[0])
-    # The same numbers are added up, in another order: each of 4 micro-batches to what
-    # three places at most use a parameter for. Rounding is relative to what is added,
-    # which is no more than 50 times its sum here.
-    assert largest_relative_error(actual[1], by_value[1]) <= 50 * 12 * 2.0**-53
+    # The same numbers are added up, in another order where two places use a parameter:
+    # 8 additions for 4 micro-batches, each rounded by half an ulp, in either program.
+    assert largest_relative_error(actual[1], by_value[1]) <= 2 * 8 * 2.0**-53
 
 
 # -- Ways to use a parameter: (params, x) -> an entry for each row
@@ -168,6 +171,17 @@ def nested_scans(p, x):
         return jnp.tanh(inner @ q[0]) * q[1] + p["v"]
 
     return scan(outer, x, (p["layers"], p["shifts"]))
+
+
+@model
+def nested_scans_of_what_is_carried(p, x):
+    """The outer carry begins with data, whose tangent is a zero of no origin."""
+
+    def layer(h, w):
+        steps = jnp.arange(2)
+        return scan(lambda g, _: jnp.tanh(g @ p["w"] + h @ w + p["c"]), h, steps)
+
+    return scan(layer, x, p["layers"])
 
 
 @model
@@ -283,20 +297,6 @@ def nothing_trained(p, x):
     return x
 
 
-def check_model(fun):
-    loss_fn = loss_of(fun)
-    expected = fast_jit(jax.value_and_grad(loss_fn))(PARAMS, X)
-    assert not np.any(expected[1]["unused"])
-    actual = fast_jit(value_and_grad(loss_fn, num_microbatches=2))(PARAMS, X)
-    # Some dozens of roundings of 6e-8 on the way, in either program.
-    assert_close(actual, expected, 5e-6)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name):
-    check_model(MODELS[name])
-
-
 # -- One parameter at several places of one program
 
 
@@ -339,23 +339,48 @@ TIED = {
 }
 
 
+@functools.cache
+def expected_of_models():
+    """All in one program, which takes half the time."""
+    losses = {name: loss_of(fun) for name, fun in (MODELS | TIED).items()}
+
+    def each(p, x):
+        return {name: jax.value_and_grad(loss)(p, x) for name, loss in losses.items()}
+
+    return fast_jit(each)(PARAMS, X)
+
+
+def check_model(name):
+    loss_fn = loss_of((MODELS | TIED)[name])
+    expected = expected_of_models()[name]
+    assert not np.any(expected[1]["unused"])
+    actual = fast_jit(value_and_grad(loss_fn, num_microbatches=2))(PARAMS, X)
+    # Some dozens of roundings of 6e-8 on the way, in either program.
+    assert_close(actual, expected, 5e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    check_model(name)
+
+
 @pytest.mark.parametrize("name", TIED)
 def test_a_parameter_that_a_program_takes_twice(name):
     """Through two refs to one sum, JAX would write back one after the other."""
-    check_model(TIED[name])
+    check_model(name)
 
 
 @IS_TRAP
 def test_twin_without_help_one_of_two_is_lost(without_help):
     with pytest.raises(AssertionError, match=r"Mismatched elements"):
-        check_model(TIED["jit"])
+        check_model("jit")
 
 
 # -- Any order of what a scan takes
 
 VECTORS, STACKS = ["c1", "c2", "h"], ["x1", "x2", "x3"]
 FORMS = ["plain", "jit", "remat", "layer remat", "nested", "cond", "cond outside"]
-FORMS += ["slice", "dicts"]
+FORMS += ["slice", "dicts", "nested, of the carry"]
 MIXED = {
     name: normal(i, *((3, 4) if name in STACKS else (4,)))
     for i, name in enumerate(VECTORS + STACKS)
@@ -388,6 +413,10 @@ def mixed_loss(form, computed, order, reverse):
             elif name != "h":
                 y = y * p[name] + p[name] ** 2
         first, second, _ = stacks
+        if form == "nested, of the carry":
+            y = scan(
+                lambda z, _: jnp.sin(z + h * scanned[first] + p["c1"]), y, jnp.arange(2)
+            )
         if form == "nested":
             pair = jnp.stack([p["c1"], scanned[first]])
             y = scan(lambda z, c: jnp.sin(z * scanned[second] * c + p["c2"]), y, pair)
@@ -402,7 +431,8 @@ def mixed_loss(form, computed, order, reverse):
         layer = functools.partial(body, p)
         layer = jax.checkpoint(layer) if form == "layer remat" else layer
         xs = {k: p[k] for k in stacks} if form == "dicts" else [p[k] for k in stacks]
-        h, ys = jax.lax.scan(layer, p["h"], (data, xs), reverse=reverse)
+        h = data[0] if form == "nested, of the carry" else p["h"]
+        h, ys = jax.lax.scan(layer, h, (data, xs), reverse=reverse)
         loss = jnp.sum(h**2) + jnp.sum(jnp.cos(ys))
         if form == "slice":
             loss += jnp.sum(p["x1"][0] * p["c1"][:1]) + jnp.sum(p["x2"][1:])
@@ -437,7 +467,8 @@ WORST = {
 }
 
 
-@settings(max_examples=6, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
 @example(**WORST)
 @given(
     form=st.sampled_from(FORMS),
@@ -505,6 +536,7 @@ class Stacked(nnx.Module):
         return self.out(through(x, self.layers))
 
 
+@pytest.mark.slow
 def test_flax_nnx():
     definition, params = nnx.split(Stacked(nnx.Rngs(0)))
     loss_fn = loss_of(lambda params, x: nnx.merge(definition, params)(x))
@@ -587,6 +619,7 @@ def noisy_loss(params, x, key, state):
     return loss, ({"scale": state["scale"] * 0.5}, aux)
 
 
+@pytest.mark.slow
 def test_keys_state_and_aux():
     """Against a loop in Python, micro-batch by micro-batch."""
     key, state = jax.random.key(1), {"scale": jnp.float32(1.0)}
@@ -627,11 +660,9 @@ def test_keys_state_and_aux():
 
 def test_outside_of_jit():
     loss_fn = loss_of(MODELS["layers_under_remat"])
-    assert_close(
-        value_and_grad(loss_fn, num_microbatches=2)(PARAMS, X),
-        fast_jit(jax.value_and_grad(loss_fn))(PARAMS, X),
-        5e-6,  # as for the models above
-    )
+    actual = value_and_grad(loss_fn, num_microbatches=2)(PARAMS, X)
+    # As for the models above.
+    assert_close(actual, expected_of_models()["layers_under_remat"], 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -653,6 +684,7 @@ def test_several_arguments():
     assert_close(actual, expected, 5e-6)  # as for the models above
 
 
+@pytest.mark.slow
 def test_differentiated_again():
     """A gradient penalty."""
     loss_fn = loss_of(MODELS["layers_under_remat"])
@@ -741,6 +773,7 @@ def train_by_hand(loss_fn, optimizer, calls):
     return params
 
 
+@pytest.mark.slow
 def test_five_train_steps():
     """Also: the second call compiles nothing, and the state takes its own memory."""
     loss_fn = loss_of(MODELS["nested_scans"])
@@ -758,8 +791,8 @@ def test_five_train_steps():
     assert train_step._cache_size() == 1
     expected = train_by_hand(loss_fn, optimizer, calls)
     # Adam divides by the root of the second moment, so that each step is 0.01 at most,
-    # and as exact as an entry of the gradient is: 1e-3 where it is small among others.
-    atol = 5 * 1e-2 * 1e-3
+    # and as exact as an entry of the gradient is: 1e-4 where it is small among others.
+    atol = 5 * 1e-2 * 1e-4
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(a, e, rtol=0, atol=atol),
         state.params,
@@ -767,6 +800,7 @@ def test_five_train_steps():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_windows(num_microbatches):
     """Of which the last micro-batch has fewer rows."""
@@ -783,10 +817,10 @@ def test_windows(num_microbatches):
     state, metrics = apply(state, window)
     assert metrics["weight"] == 10
     expected = fast_jit(jax.grad(loss_fn))(PARAMS, x)
-    # As for the models above, and a subtraction from parameters that are 5 at the most.
+    # As for the models above, and a subtraction from parameters that are 4 at the most.
     moved = jax.tree.map(operator.sub, PARAMS, state.params)
     for m, e in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
-        atol = 5e-6 * np.max(np.abs(e), initial=0) + 5 * F32_ULP
+        atol = 5e-6 * np.max(np.abs(e), initial=0) + 4 * F32_ULP
         np.testing.assert_allclose(m, e, rtol=0, atol=atol)
 
 
@@ -902,6 +936,7 @@ def language_loss(logits_fn, kind):
     return loss_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "kind"), [(flax_layers, "sum"), (plain_layers, "masked")]
 )
@@ -927,10 +962,9 @@ def test_no_gradient_stands_beside_the_sum(layers, kind):
 
     in_place = compiled(split(value_and_grad, 8), batch)
     one = compiled(jax.value_and_grad(unsplit(loss_fn)), language_rows(2))
-    # The gradient of one layer of eight stands there while it is added. A mean divides
-    # after the loop: of two leaves that make up P, the quotient of one beside both.
-    more = 0.15 if kind == "sum" else 0.15 + 0.5
-    assert temporaries(in_place) <= temporaries(one) + more
+    # The gradient of one layer of eight stands there while it is added. A mean is
+    # divided after the loop, in the memory of the sums.
+    assert temporaries(in_place) <= temporaries(one) + 0.15
     if kind == "masked":
         by_value = compiled(split(optax_accum.value_and_grad, 8), batch)
         assert temporaries(by_value) > 1

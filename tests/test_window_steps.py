@@ -212,6 +212,24 @@ def test_denominators_are_those_of_the_window():
     assert metrics["weight"] == 1
 
 
+def test_gradients_of_16_bits_stay_in_range_whatever_the_window():
+    """One of 64 micro-batches adds less than the least float16."""
+
+    def loss_fn(w, x):
+        losses = jnp.astype(x * w, jnp.float32) * 1e-6
+        return mean(losses) + mean(losses, weights=jnp.ones(x.shape))
+
+    x = jnp.ones((64, 8), jnp.float16)
+    calls = cut(x, *range(1, 65))
+    told = (x.size, x.size)
+    state, metrics = close(
+        loss_fn, jnp.float16(0.0), calls, recorder(), denominators=told
+    )
+    # Of two terms, each 1e-6, which float16 holds in steps of 6e-8.
+    assert state.opt_state["grads"] == pytest.approx(2e-6, rel=0.1)
+    assert metrics["loss"] == 0
+
+
 def test_a_partial_window_is_the_mean_of_what_it_has():
     x = jnp.array([1.0, 3.0, 8.0])
     for end, expected in ((1, 1.0), (2, 2.0), (3, 4.0)):
