@@ -121,13 +121,13 @@ def value_and_grad(
         in which what a parameter gets from several places is added. Needs JAX 0.10.2.
         Beside the sum stand, all the same, the gradients of parameters of fewer bits
         than their sum; of what is inside a ``jax.checkpoint``, while that runs; and,
-        before JAX 0.11, of parameters of which the model takes a slice, and of some in
-        a scan together with what was computed from others. Where nothing in a
-        micro-batch counts, its backward pass is skipped: such a loss cannot be
-        differentiated again. JAX cannot map any of it by ``vmap``. (Inside a
-        ``shard_map`` in
-        which devices differ in that it is not, and a NaN stays.) A loss of 16 bits is
-        weighed in 16 bits: return it in float32 if micro-batches differ in their rows.
+        with JAX 0.10, of parameters of which the model takes a slice, that it gives to
+        an inner program twice, or to a scan together with what was computed from
+        others. JAX cannot map it by ``vmap``. Where nothing in a micro-batch counts,
+        its backward pass is skipped; so a masked loss cannot be differentiated again.
+        (Inside a ``shard_map`` in which devices differ in that, it is not skipped, and
+        a NaN stays.) A loss of 16 bits is weighed in 16 bits: return it in float32 if
+        micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
         Those of an iteration may stand in memory together.
 

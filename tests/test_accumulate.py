@@ -520,6 +520,7 @@ def test_nested_windows_weigh_by_their_calls():
     np.testing.assert_array_equal(updates, [0, 0, 0, -4])  # (2*1 + 6*5) / 8
 
 
+@pytest.mark.slow
 def test_lbfgs_with_its_line_search():
     """It hands whatever it is given to value_fn, and raises for what that lacks."""
     inner = optax.lbfgs()

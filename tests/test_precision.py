@@ -56,6 +56,7 @@ def test_why_sums_are_in_float32(count):
     assert sum_error(grads, accumulator_dtype=jnp.float32) <= count**0.5 * 2.0**-24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", PLAIN)
 def test_compensated_sums_end_at_one_rounding(count):
     """Beside the plain ones: 16 bits and the 16 that were rounded off."""

