@@ -55,6 +55,7 @@ def test_grid_in_float32(name, count):
     check_grid(name, count, np.float32, 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_grid_in_float64(name, count, x64):
@@ -87,6 +88,7 @@ def test_twin_unequal_rows_averaged_plainly_are_wrong():
     assert largest_relative_error(naive, expected) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 5, 7, 11, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ragged(name, size):
