@@ -123,6 +123,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", INNER)
 def test_the_branch_steps_as_updates_do(name, dtype):
