@@ -68,7 +68,7 @@ def add_in_place(
         except Exception as error:
             _raise_for_leaf(error, backward, refs, value, labels)
 
-    _run_if(counts_of(aux), add, value)
+    _run_if(counts_of(aux), add)
     return aux
 
 
@@ -138,7 +138,7 @@ def _view(
     return viewed, views
 
 
-def _run_if(counts: Any, add: Callable[[], None], value: jax.Array) -> None:
+def _run_if(counts: Any, add: Callable[[], None]) -> None:
     """``add()`` where `counts`.
 
     In a ``shard_map`` devices that differ in it must not take different branches, for

@@ -11,6 +11,7 @@ Seen on JAX 0.10.2, in silence but for the last one:
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -133,9 +134,16 @@ def _parts_of_scan(
 
 @functools.cache
 def find_traps() -> tuple[str, ...]:
-    """The programs of `_TRAPS` of which this JAX makes a wrong gradient, or none."""
-    with jax.ensure_compile_time_eval():
-        return tuple(name for name, fun in _TRAPS.items() if not _adds_rightly(fun))
+    """The programs of `_TRAPS` of which this JAX makes a wrong gradient, or none.
+
+    In a thread of its own, where nothing is being traced: refs cannot be tried while
+    the program that asks for them is.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        right = list(thread.map(_adds_rightly, _TRAPS.values()))
+    return tuple(
+        name for name, is_right in zip(_TRAPS, right, strict=True) if not is_right
+    )
 
 
 def _adds_rightly(fun: Callable) -> bool:

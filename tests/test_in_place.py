@@ -1093,3 +1093,21 @@ def test_an_error_of_the_model_itself_is_left_alone():
 
     with pytest.raises(TypeError, match=r"^no gradient here"):
         grad(loss_fn, num_microbatches=2)(THREE, X)
+
+
+def test_the_trial_of_a_newer_jax_tells_right_from_wrong(monkeypatch):
+    """Within a trace, where it is made: refs can seem wrong there that are not."""
+    right = {"nothing": lambda p: jnp.sum(jnp.sin(p["a"]) * p["b"])}
+    monkeypatch.setattr(_ref_traps, "_TRAPS", _ref_traps._TRAPS | right)
+    found = []
+
+    def traced(x):
+        found.extend(_ref_traps.find_traps())
+        return x
+
+    _ref_traps.find_traps.cache_clear()
+    jax.eval_shape(traced, 1.0)
+    _ref_traps.find_traps.cache_clear()
+    assert "nothing" not in found
+    if jax.__version_info__ < (0, 11):
+        assert found == [name for name in _ref_traps._TRAPS if name != "nothing"]
