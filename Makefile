@@ -30,6 +30,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/scenarios.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/memory_table.py
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python benchmarks/readme.py
 

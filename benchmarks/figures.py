@@ -1,4 +1,4 @@
-"""Draws what `scenarios.py` measured: time and memory over N, a panel a scenario.
+"""Draws what `scenarios.py` and `memory_table.py` found: time and memory over N.
 
 ``python benchmarks/figures.py`` draws from the JSON alone, beside it.
 """
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from origin import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "scenarios.json"
+RESULTS = ROOT / "benchmarks" / "results"
 GRADIENT = "one gradient"
 
 # What nothing can do without is a broad band below, and all rows at once are a dashed
@@ -31,22 +31,30 @@ LINES: dict[str, dict[str, Any]] = {
 }
 MARKED = [name for name, style in LINES.items() if "marker" in style]
 LINE: dict[str, Any] = {"linewidth": 1.1, "markersize": 7, "markeredgecolor": "white"}
+BLUES = ("#0a4f86", "#2f8fcb", "#7fc4ea")  # of batches, the largest first
+GB = 1e9
 LABELS = {"gradients and a step": "N gradients and one step"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    path = parser.parse_args(arguments).results
-    results = json.loads(path.read_text())
-    for name, draw in FIGURES.items():
-        figure = draw(results)
-        # No date and no version, so that the same figures are the same file.
-        figure.savefig(figure_path(path, name), dpi=150, metadata={"Software": None})
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[RESULTS / f"{name}.json" for name in FIGURES],
+        help="files, named as they are by default",
+    )
+    for path in parser.parse_args(arguments).results:
+        results = json.loads(path.read_text())
+        for name, draw in FIGURES[path.stem].items():
+            # No date and no version, so that the same figures are the same file.
+            draw(results).savefig(
+                path.with_name(f"{name}.png"), dpi=150, metadata={"Software": None}
+            )
 
 
-def figure_path(results: Path, name: str) -> Path:
-    return results.with_name(f"{results.stem}_{name}.png")
+# -- Scenarios
 
 
 def draw_time(results: dict[str, Any]) -> Figure:
@@ -73,10 +81,6 @@ def draw_memory(results: dict[str, Any]) -> Figure:
         ),
         unit=lambda gradient: f"{gradient['extra_bytes'] / 1e6:.2g} MB",
     )
-
-
-# What is drawn, by the end of the file's name.
-FIGURES = {"time": draw_time, "memory": draw_memory}
 
 
 def draw_panels(
@@ -137,7 +141,7 @@ def count_of(record: dict[str, Any]) -> int:
 
 
 def decorate(axes: Axes, counts: list[int], name: str, unit: str) -> None:
-    axes.set(xscale="log", yscale="log", xlabel="N")
+    axes.set_xlabel("N")
     axes.set_title(name, weight="bold", size="medium", pad=19)
     axes.text(
         0.5,
@@ -148,15 +152,91 @@ def decorate(axes: Axes, counts: list[int], name: str, unit: str) -> None:
         size="small",
         color="#5a6067",
     )
+    axes.axhline(1, color="#b9bec4", linewidth=0.8)
+    set_log_scales(axes, counts)
+
+
+def set_log_scales(axes: Axes, counts: list[int]) -> None:
+    """Both; each N has a tick, and so has each doubling of the height."""
+    axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_locator(FixedLocator(counts))
     axes.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(-4, 9)]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color="#e9ebee", linewidth=0.8)
-    axes.axhline(1, color="#b9bec4", linewidth=0.8)
     axes.tick_params(length=0)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+# -- The table of memory
+
+
+def draw_memory_table(results: dict[str, Any]) -> Figure:
+    """A panel for each model, in it a line for each batch size, above the floor."""
+    models = dict.fromkeys(record["model"] for record in results["records"])
+    figure = Figure(figsize=(10, 4.6))
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        records = [r for r in results["records"] if r["model"] == model]
+        set_log_scales(axes, sorted(set(map(count_of, records))))
+        draw_peaks(axes, records)
+        draw_floor(axes, max(record["floor_bytes"] for record in records) / GB)
+        axes.set_title(model, weight="bold", size="medium")
+        axes.set_xlabel("N")
+    # Room above, and below to see the lowest floor.
+    least = min(record["floor_bytes"] for record in results["records"]) / GB
+    highest = max(record["peak_bytes"] for record in results["records"]) / GB
+    panels[0].set_ylim(least / 1.6, highest * 1.6)
+    figure.suptitle("Memory of a train step of N micro-batches", weight="bold")
+    figure.supylabel("peak, GB", size="medium")
+    return figure
+
+
+def draw_peaks(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """A line for each batch size; that of the largest, on top, has its figures."""
+    sizes = sorted({record["batch_size"] for record in records}, reverse=True)
+    for size, color, marker in zip(sizes, BLUES, "oDs", strict=False):
+        mine = [record for record in records if record["batch_size"] == size]
+        peaks = [record["peak_bytes"] / GB for record in mine]
+        counts = list(map(count_of, mine))
+        (line,) = axes.plot(counts, peaks, label=f"batch of {size}", **LINE)
+        line.set(color=color, marker=marker, linewidth=1.8)
+        for count, peak in zip(counts, peaks, strict=True):
+            if size == sizes[0]:
+                axes.annotate(
+                    f"{peak:.2f}",
+                    (count, peak),
+                    xytext=(3, 5),
+                    textcoords="offset points",
+                    color=color,
+                )
+    axes.legend(loc="upper right", frameon=False)
+
+
+def draw_floor(axes: Axes, floor: float) -> None:
+    """What no N takes away."""
+    # Above the grid and below the lines.
+    axes.axhspan(0, floor, color="#dfe2e6", linewidth=0, zorder=1.6)
+    axes.annotate(
+        f"parameters, optimizer state, sum of gradients: {floor:.2f}",
+        (0.5, floor),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, -4),
+        textcoords="offset points",
+        va="top",
+        ha="center",
+        size="small",
+        color="#5a6067",
+    )
+
+
+# What is drawn of which file of results, by the names of the files.
+FIGURES: dict[str, dict[str, Callable[[dict[str, Any]], Figure]]] = {
+    "scenarios": {"scenarios_time": draw_time, "scenarios_memory": draw_memory},
+    "memory_table": {"memory_table": draw_memory_table},
+}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import memory_table
 import precision
+import prediction
 from origin import ROOT, render_origin
 
 README = ROOT / "README.md"
@@ -188,6 +190,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers": render,
     "scenarios": render_scenarios,
     "precision": precision.render,
+    "prediction": prediction.render,
+    "memory_table": memory_table.render,
 }
 
 if __name__ == "__main__":

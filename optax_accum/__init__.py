@@ -5,6 +5,8 @@ from importlib.metadata import version
 from optax_accum._accumulate import accumulate, has_emitted
 from optax_accum._call import AccumulateState
 from optax_accum._mean import mean
+from optax_accum._plan import Plan
+from optax_accum._plan_microbatches import plan_microbatches
 from optax_accum._reductions import Concat, Last, Max, Min, Stack
 from optax_accum._skip import SkipFn, skip_nonfinite, skip_norm_above
 from optax_accum._state import TrainState, init_train_state
@@ -22,6 +24,7 @@ __all__ = [
     "Max",
     "Mean",
     "Min",
+    "Plan",
     "SkipFn",
     "Stack",
     "Sum",
@@ -34,6 +37,7 @@ __all__ = [
     "make_train_step",
     "make_window_steps",
     "mean",
+    "plan_microbatches",
     "skip_nonfinite",
     "skip_norm_above",
     "value",

@@ -1,9 +1,17 @@
-"""The command line: ``python -m optax_accum demo``."""
+"""The command line: ``python -m optax_accum demo`` and ``plan``."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from optax_accum._plan_command import (
+    find_example,
+    find_function,
+    plan_training,
+    read_training,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +34,12 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Gradient accumulation for JAX and Optax.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_demo(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train one model four ways and compare them: a table and a figure",
@@ -40,7 +54,44 @@ def _make_parser() -> argparse.ArgumentParser:
         help="where to write the figure (default: %(default)s)",
     )
     demo.set_defaults(run=_run_demo)
-    return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="find the largest micro-batch that fits in memory, without running it",
+        description="Compiles the train step for a few numbers of micro-batches, "
+        "reads how much memory each needs, and prints a table. Nothing is run.",
+    )
+    plan.add_argument(
+        "training",
+        nargs="?",
+        metavar="module:function",
+        help="a function that returns (loss_fn, optimizer, params, batch)",
+    )
+    plan.add_argument("--example", help="instead: resnet50 or bert-base")
+    plan.add_argument("--batch", type=int, help="rows of the example's batch")
+    plan.add_argument(
+        "--limit",
+        type=_read_limit,
+        help="memory of each device: bytes, '12GiB', or a fraction such as 0.9 "
+        "(default: what the device says)",
+    )
+    plan.add_argument(
+        "--exhaustive", action="store_true", help="compile all candidates"
+    )
+    plan.add_argument("--figure", type=Path, help="also draw the table, as a PNG")
+    plan.set_defaults(run=_run_plan, parser=plan)
+
+
+def _read_limit(text: str) -> int | float | str:
+    """A number if it is one; what cannot be read is the planner's to say."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass  # it may be the next kind, or have a unit
+    return text
 
 
 def _run_demo(args: argparse.Namespace) -> int:
@@ -48,14 +99,47 @@ def _run_demo(args: argparse.Namespace) -> int:
         # Not at the top: the other commands, and help, work without the demo's extras.
         from optax_accum._demo import run_demo
     except ImportError as error:
-        print(
-            f"the demo needs packages that optax_accum itself does not ({error}): "
-            "pip install 'optax_accum[demo]', or in a clone pip install '.[demo]'",
-            file=sys.stderr,
-        )
-        return 1
+        return _explain_extras("the demo", error)
     run_demo(args.output)
     return 0
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    if (args.training is None) == (args.example is None):
+        args.parser.error("name either module:function or --example")
+    if (args.batch is None) != (args.example is None):
+        args.parser.error("--example and --batch must be given together")
+    try:
+        make = _find_training(args)
+    except ValueError as error:
+        return args.parser.error(str(error))
+    except ImportError as error:
+        return _explain_extras("an example", error)
+    made = make()  # whose own errors are not ours to shorten
+    try:
+        plan = plan_training(read_training(made), args.limit, args.exhaustive)
+    except (TypeError, ValueError) as error:  # which say what to do
+        print(error, file=sys.stderr)
+        return 1
+    print(plan)
+    if args.figure is not None:
+        plan.plot().savefig(args.figure, format="png", dpi=200)
+    return 0
+
+
+def _find_training(args: argparse.Namespace) -> Callable[[], Any]:
+    if args.example is None:
+        return find_function(args.training)
+    return find_example(args.example, args.batch)
+
+
+def _explain_extras(what: str, error: ImportError) -> int:
+    print(
+        f"{what} needs packages that optax_accum itself does not ({error}): "
+        "pip install 'optax_accum[demo]', or in a clone pip install '.[demo]'",
+        file=sys.stderr,
+    )
+    return 1
 
 
 if __name__ == "__main__":

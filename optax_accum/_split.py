@@ -3,6 +3,7 @@
 Letters: ``B`` rows in the batch, ``N`` micro-batches, ``m`` rows in each.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +99,33 @@ def split_rows(
             "`microbatch_size` the last micro-batch may be smaller."
         )
     return Split(num_microbatches, rows // num_microbatches, 0, group)
+
+
+def equal_splits(rows: int, group: int, shards: int) -> list[int]:
+    """Every N for which all micro-batches are alike, the largest micro-batch first.
+
+    Each of them takes as many groups of neighbours from every shard of the batch, so
+    that all devices have the same work and no row changes its place.
+    """
+    groups = rows // split_rows(rows, None, None, group).group_size
+    return [
+        n
+        for n in range(1, groups + 1)
+        if groups % n == 0 and (n == 1 or groups // n % shards == 0)
+    ]
+
+
+def count_shards(batch: Any, axis: int) -> int:
+    """Into how many parts the rows of a batch are laid out on devices."""
+
+    def shards(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None or not _has_rows(leaf):
+            return 1
+        rows, local = np.shape(leaf)[axis], sharding.shard_shape(np.shape(leaf))[axis]
+        return rows // local
+
+    return math.lcm(*map(shards, jax.tree.leaves(batch)))
 
 
 def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:

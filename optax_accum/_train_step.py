@@ -1,26 +1,33 @@
 """Door 2: one large batch a call, split inside, one optimizer step after it."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import optax
 from jax.typing import DTypeLike
 
+from optax_accum._arguments import Roles
+from optax_accum._auto import PlannedStep
 from optax_accum._checks import check_optimizer
-from optax_accum._job import prepare
+from optax_accum._job import Job, prepare
+from optax_accum._memory_limit import check_memory_limit
 from optax_accum._numerics import global_norm
+from optax_accum._planner import make_plan
 from optax_accum._scan import accumulate_gradients
 from optax_accum._state import check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
-from optax_accum._sums import check_accumulator
+from optax_accum._sums import Accumulator, check_accumulator
 
 
 def make_train_step(
     loss_fn: Callable,
     optimizer: optax.GradientTransformation,
     *,
-    num_microbatches: int | None = None,
+    num_microbatches: int | Literal["auto"] | None = None,
     microbatch_size: int | None = None,
+    memory_limit: int | float | str | None = None,
     group_size: int = 1,
     has_aux: bool = False,
     batch_axis: int = 0,
@@ -53,8 +60,13 @@ def make_train_step(
         same for all rows inside: ``mean(losses + 0.01 * decay, where=mask)``. (A
         function, such as a line search wants, cannot pass ``jit``: take `accumulate` in
         a loop of yours.)
-      num_microbatches: N, an integer >= 1 that divides the rows. Default 1.
+      num_microbatches: N, an integer >= 1 that divides the rows; default 1. Or
+        ``"auto"``: for each batch shape that it meets, the step finds the largest
+        micro-batch that fits as `plan_microbatches` does, when it is first called, logs
+        the table (``logging.getLogger("optax_accum")``, level INFO) and keeps to it.
+        Such a step is called outside of ``jit`` and ``scan``.
       microbatch_size: as for `value_and_grad`.
+      memory_limit: for ``"auto"``, as for `plan_microbatches`.
       group_size: as for `value_and_grad`.
       has_aux: whether `loss_fn` returns something to report beside the loss.
       batch_axis: the axis of the rows, in every array of the batch. All rows are in
@@ -69,7 +81,8 @@ def make_train_step(
         ``state, metrics = train_step(state, batch)``, or say ``donate=False``.
 
     Returns:
-      A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``. The
+      A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``, for
+      ``"auto"`` one that calls such functions and has ``lower`` as they do. The
       metrics are of all rows of the call, and but for rounding do not depend on N:
       ``loss``;
       ``grad_norm``, the global norm of the mean gradient, before any clipping;
@@ -82,7 +95,8 @@ def make_train_step(
     Raises:
       TypeError: as `value_and_grad`; when called, a state that is no `TrainState`.
       ValueError: as `value_and_grad`; when called, a state that another optimizer made,
-        or a loss of several terms where a window crosses calls.
+        or a loss of several terms where a window crosses calls; a `memory_limit`
+        without ``"auto"``; as `plan_microbatches` with it.
 
     Examples:
       >>> def loss_fn(params, batch):
@@ -100,16 +114,49 @@ def make_train_step(
     accumulator = check_accumulator(
         "make_train_step", accumulator_dtype, compensated, in_place
     )
-    job = prepare(
+    job = functools.partial(
+        prepare,
         "make_train_step",
         loss_fn,
-        num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         group_size=group_size,
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
     )
+
+    def build(num_microbatches):
+        split_job = job(num_microbatches=num_microbatches)
+        return _jit_step(optimizer, split_job, accumulator, has_aux, donate)
+
+    if num_microbatches != "auto":
+        _check_no_limit(memory_limit)
+        return build(num_microbatches)
+    _check_auto(microbatch_size)
+    build(1)  # so that what is wrong with the options is said now
+    return PlannedStep(
+        functools.partial(
+            make_plan,
+            "make_train_step",
+            build,
+            memory_limit=check_memory_limit(
+                "make_train_step(memory_limit=...)", memory_limit
+            ),
+            group_size=group_size,
+            batch_axis=batch_axis,
+            accumulator=accumulator,
+        )
+    )
+
+
+def _jit_step(
+    optimizer: optax.GradientTransformationExtraArgs,
+    job: Callable[[Roles, Sequence, dict[str, Any]], Job],
+    accumulator: Accumulator,
+    has_aux: bool,
+    donate: bool,
+) -> jax.stages.Wrapped:
+    """The step that takes a batch as `job` splits it."""
 
     def train_step(state, batch, *args, **extra):
         check_made_by("train_step(state, batch)", optimizer, state)
@@ -122,3 +169,23 @@ def make_train_step(
         return take_step(optimizer, state, whole, norm, extra, has_aux)
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+# -- Errors
+
+
+def _check_no_limit(memory_limit: Any) -> None:
+    if memory_limit is not None:
+        raise ValueError(
+            "`make_train_step(memory_limit=...)` must come with "
+            f"`num_microbatches='auto'`, got {memory_limit!r} without; a number that "
+            "is given is taken whatever it needs."
+        )
+
+
+def _check_auto(microbatch_size: Any) -> None:
+    if microbatch_size is not None:
+        raise ValueError(
+            "`make_train_step(num_microbatches='auto')` must come without "
+            f"`microbatch_size`, got {microbatch_size!r}; it is what shall be found."
+        )

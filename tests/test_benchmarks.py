@@ -239,28 +239,24 @@ def test_render_gives_a_table_for_each_optimizer():
 
 
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-OTHERS = (
-    "<!-- scenarios: begin -->{}<!-- scenarios: end -->\n"
-    "<!-- precision: begin -->{}<!-- precision: end -->\n"
-)
 
 
-def test_check_tells_whether_the_readme_is_up_to_date(tmp_path):
-    page = tmp_path / "README.md"
+def test_check_tells_whether_the_readme_is_up_to_date(tmp_path, monkeypatch):
+    renderers = {"peers": readme.render, "other": lambda results: results["text"]}
+    monkeypatch.setattr(readme, "RENDERERS", renderers)
     results = make_results(["AdamW"], ["hand-written scan", "accumulate"])
-    by_scenario, errors = make_scenarios(), make_origin() | PRECISION
     (tmp_path / "peers.json").write_text(json.dumps(results))
-    (tmp_path / "scenarios.json").write_text(json.dumps(by_scenario))
-    (tmp_path / "precision.json").write_text(json.dumps(errors))
-    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + OTHERS.format("\n", "\n"))
+    (tmp_path / "other.json").write_text(json.dumps({"text": "a table"}))
+    page = tmp_path / "README.md"
+    other = "<!-- other: begin -->{}<!-- other: end -->\n"
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + other.format("\n"))
     paths = ["--readme", str(page), "--results", str(tmp_path)]
 
     with pytest.raises(SystemExit, match=r"^README.md is not up to date .*[^\n]$"):
         readme.main(["--check", *paths])
     readme.main(paths)
     expected = f"above\n{BEGIN}\n{FIGURES}\n{END}\nbelow\n"
-    tables = readme.render_scenarios(by_scenario), precision.render(errors)
-    assert page.read_text() == expected + OTHERS.format(*(f"\n{t}\n" for t in tables))
+    assert page.read_text() == expected + other.format("\na table\n")
     readme.main(["--check", *paths])
 
 

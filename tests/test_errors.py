@@ -4,6 +4,7 @@ Each failing case stands beside a passing one, so that the check cannot refuse i
 """
 
 import errors_of_losses
+import errors_of_plans
 import errors_of_windows
 import jax
 import jax.numpy as jnp
@@ -532,7 +533,7 @@ CASES = {
 }
 
 
-for others in (errors_of_losses.CASES, errors_of_windows.CASES):
+for others in (errors_of_losses.CASES, errors_of_plans.CASES, errors_of_windows.CASES):
     assert not CASES.keys() & others.keys()
     CASES |= others
 

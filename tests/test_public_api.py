@@ -55,8 +55,21 @@ LAYERS = [
     "_value_and_grad",
     "_state",
     "_step",
+    "_memory_limit",
+    "_memory",
+    "_progress",
+    "_timing",
+    "_search",
+    "_trials",
+    "_plan_figure",
+    "_plan",
+    "_planner",
+    "_auto",
     "_train_step",
     "_window_steps",
+    "_plan_microbatches",
+    "_examples",
+    "_plan_command",
     "_demo",
 ]
 
@@ -88,7 +101,7 @@ def test_docstrings_have_their_sections_and_every_argument(name):
     assert "\nReturns:\n" in doc and "\nExamples:\n" in doc
     arguments = doc.split("\nArgs:\n")[1].split("\nReturns:\n")[0]
     for parameter in inspect.signature(function).parameters:
-        assert f"  {parameter}: " in arguments.replace("**", "")
+        assert f"  {parameter}: " in arguments.replace("*", "")
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MARKERS])
@@ -141,11 +154,11 @@ def test_state_docstrings_name_every_field():
             assert f"  {field}: " in inspect.getdoc(state)
 
 
-@pytest.mark.parametrize("name", MARKERS)
-def test_marker_docstrings_name_every_field(name):
-    marker = getattr(optax_accum, name)
-    for field in dataclasses.fields(marker):
-        assert f"  {field.name}: " in inspect.getdoc(marker)
+@pytest.mark.parametrize("name", [*MARKERS, "Plan"])
+def test_dataclass_docstrings_name_every_field(name):
+    dataclass = getattr(optax_accum, name)
+    for field in dataclasses.fields(dataclass):
+        assert f"  {field.name}: " in inspect.getdoc(dataclass)
 
 
 def imports_of_ours(path):

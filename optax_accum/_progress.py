@@ -1,0 +1,31 @@
+"""A progress bar on the terminal, for those who have ``rich``."""
+
+import contextlib
+from collections.abc import Callable, Generator
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Generator[Callable[[str], None]]:
+    """Hands out what is told that the next of `total` pieces of work begins, and which.
+
+    Shown in a terminal or a notebook, and removed at the end. It is a convenience:
+    without ``rich``, which the package does not depend on, nothing is shown.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda description: None
+        return
+    console = Console(stderr=True)
+    is_watched = console.is_terminal or console.is_jupyter
+    with Progress(console=console, transient=True, disable=not is_watched) as progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def begin(description):
+            nonlocal begun
+            progress.update(task, completed=begun, description=description)
+            begun += 1
+
+        yield begin

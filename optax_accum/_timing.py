@@ -1,0 +1,37 @@
+"""How long candidate steps take, each beside the others."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+
+def time_steps(
+    steps: Mapping[int, Callable],
+    state: Any,
+    args: tuple,
+    extra: dict[str, Any],
+    rounds: Iterable[Any],
+) -> dict[int, float]:
+    """Median seconds of each step, which take turns in every round.
+
+    Args:
+      steps: each returns a state and something else.
+      state: the first one's first argument; every step then takes the last one's.
+      args: further arguments.
+      extra: those passed by keyword.
+      rounds: an item for each.
+    """
+    seconds: dict[int, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # the first call of a program may do more than run it
+        state, _ = step(state, *args, **extra)
+    jax.block_until_ready(state)
+    for _ in rounds:
+        for name, step in steps.items():
+            start = time.perf_counter()
+            state, metrics = step(state, *args, **extra)
+            jax.block_until_ready((state, metrics))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}
