@@ -8,7 +8,8 @@ from typing import Any
 
 from optax_accum._plan_command import (
     find_example,
-    find_function,
+    has_module,
+    load_function,
     plan_training,
     read_training,
 )
@@ -67,7 +68,9 @@ def _add_plan(commands: Any) -> None:
         "training",
         nargs="?",
         metavar="module:function",
-        help="a function that returns (loss_fn, optimizer, params, batch)",
+        help="a function that returns (loss_fn, optimizer, params, batch), arrays or "
+        "their types; in place of params a TrainState, which has key and model_state; "
+        "fifth, if needed, a dict of keywords of make_train_step",
     )
     plan.add_argument("--example", help="instead: resnet50 or bert-base")
     plan.add_argument("--batch", type=int, help="rows of the example's batch")
@@ -108,12 +111,14 @@ def _run_plan(args: argparse.Namespace) -> int:
     if (args.training is None) == (args.example is None):
         args.parser.error("name either module:function or --example")
     if (args.batch is None) != (args.example is None):
-        args.parser.error("--example and --batch must be given together")
+        args.parser.error("--batch must be given with --example, and only with it")
+    if args.figure is not None and not args.figure.parent.is_dir():
+        args.parser.error(f"--figure must be in a folder, got {args.figure}")
     try:
-        make = _find_training(args)
-    except ValueError as error:
-        return args.parser.error(str(error))
+        make = _find_example(args) if args.example else _find_function(args)
     except ImportError as error:
+        if args.example is None:
+            raise  # the user's own
         return _explain_extras("an example", error)
     made = make()  # whose own errors are not ours to shorten
     try:
@@ -122,15 +127,34 @@ def _run_plan(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(plan)
-    if args.figure is not None:
-        plan.plot().savefig(args.figure, format="png", dpi=200)
+    if args.figure is None:
+        return 0
+    try:
+        figure = plan.plot()
+    except ImportError as error:  # which says what to do
+        print(error, file=sys.stderr)
+        return 1
+    figure.savefig(args.figure, format="png", dpi=200)
     return 0
 
 
-def _find_training(args: argparse.Namespace) -> Callable[[], Any]:
-    if args.example is None:
-        return find_function(args.training)
-    return find_example(args.example, args.batch)
+def _find_example(args: argparse.Namespace) -> Callable[[], Any]:
+    try:
+        return find_example(args.example, args.batch)
+    except ValueError as error:
+        return args.parser.error(str(error))
+
+
+def _find_function(args: argparse.Namespace) -> Callable[[], Any]:
+    is_there = has_module(args.training)
+    found = load_function(args.training) if is_there else None
+    if callable(found):
+        return found
+    return args.parser.error(
+        f"the training must be named as module:function, got {args.training!r}, of "
+        f"which the {'function' if is_there else 'module'} is not there; for `def "
+        "make(): ...` in train.py write train:make"
+    )
 
 
 def _explain_extras(what: str, error: ImportError) -> int:

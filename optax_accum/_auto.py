@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from optax_accum._numerics import kind_of
 from optax_accum._plan import Plan
+from optax_accum._state import TrainState
+from optax_accum._trials import types_of
 
 _logger = logging.getLogger("optax_accum")
 
@@ -18,21 +19,32 @@ class PlannedStep:
     """A train step that chooses its number of micro-batches. A ``jax.stages.Wrapped``.
 
     Attributes:
-      plan: makes the plan for a call, ``(args, extra) -> Plan``.
-      steps: those in use, by the shapes that they were planned for.
+      make: makes the plan for a call, ``(args, extra) -> Plan``.
+      plans: those made, by what they were made for.
     """
 
-    plan: Callable[[tuple, dict[str, Any]], Plan]
-    steps: dict[Any, jax.stages.Wrapped] = dataclasses.field(default_factory=dict)
+    make: Callable[[tuple, dict[str, Any]], Plan]
+    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Any, batch: Any, *args: Any, **extra: Any) -> Any:
-        step = self._step_for((state, batch, *args), extra)
+        plan = self.plan(state, batch, *args, **extra)
+        step = plan.trials.step(plan.num_microbatches)
         return step(state, batch, *args, **extra)
+
+    def plan(self, state: Any, batch: Any, *args: Any, **extra: Any) -> Plan:
+        """The plan for such a call, which is made if there is none yet."""
+        key = _key_of((state, batch, *args), extra)
+        if key not in self.plans:
+            plan = self.make((state, batch, *args), extra)
+            _logger.info("num_microbatches='auto': %s", plan)
+            self.plans[key] = plan
+        return self.plans[key]
 
     def trace(
         self, state: Any, batch: Any, *args: Any, **extra: Any
     ) -> jax.stages.Traced:
-        step = self._step_for((state, batch, *args), extra)
+        plan = self.plan(state, batch, *args, **extra)
+        step = plan.trials.step(plan.num_microbatches)
         return step.trace(state, batch, *args, **extra)
 
     def lower(
@@ -40,37 +52,23 @@ class PlannedStep:
     ) -> jax.stages.Lowered:
         return self.trace(state, batch, *args, **extra).lower()
 
-    def _step_for(self, args: tuple, extra: dict[str, Any]) -> jax.stages.Wrapped:
-        key = _key_of(args, extra)
-        if key not in self.steps:
-            plan = self.plan(args, extra)
-            _logger.info("num_microbatches='auto': %s", plan)
-            self.steps[key] = plan.trials.step(plan.num_microbatches)
-        return self.steps[key]
-
 
 def _key_of(args: tuple, extra: dict[str, Any]) -> Any:
     """What tells calls apart that need a plan of their own.
 
     How the batch lies on devices is part of it. Of the state it is not, for the first
-    step may lay it out anew, and the plan shall stay. All else in a state follows from
-    its parameters; what is left out here is not read at every call.
+    step may lay it out anew, and the plan shall stay. The optimizer's state follows
+    from the parameters, and is not read at every call.
     """
-    state, batch, *_ = args
-    params = getattr(state, "params", state)
-    leaves, structure = jax.tree.flatten((params, args[1:], extra))
-    _check_no_trace(leaves)
+    state, *others = args
+    if isinstance(state, TrainState):
+        state = state._replace(opt_state=None)
+    leaves, structure = jax.tree.flatten(state)
     shapes = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
-    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(batch)]
-    return structure, tuple(shapes), tuple(placed)
+    types, places = jax.tree.flatten(types_of((others, extra)))
+    return structure, tuple(shapes), places, tuple(map(_hashable, types))
 
 
-def _check_no_trace(leaves: list[Any]) -> None:
-    tracer = next((x for x in leaves if isinstance(x, jax.core.Tracer)), None)
-    if tracer is not None:
-        raise ValueError(
-            "the step of `make_train_step(num_microbatches='auto')` must be called "
-            f"outside of `jit` and `scan`, got {kind_of(tracer)} of a trace; in there, "
-            "the memory of one step says nothing of that of the whole program. Find N "
-            "with `plan_microbatches` before."
-        )
+def _hashable(leaf: Any) -> Any:
+    """The type of an array; of a number, which may be another each time, its class."""
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)

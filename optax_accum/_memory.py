@@ -23,7 +23,8 @@ class Memory(NamedTuple):
       activations: the other temporaries. They are activations as a rule; the gradient
         of a micro-batch and what the optimizer needs meanwhile are among them.
       rest: the batch, keys, model state, further arguments, arrays that the loss closes
-        over, results that are not written over an argument, the program itself.
+        over, the program itself, and results that are not written over an argument, in
+        whose place the compiler may keep temporaries before.
     """
 
     params: int
@@ -97,10 +98,24 @@ def _bytes_of_leaf(leaf: Any, sharding: jax.sharding.Sharding | None) -> int:
     sharding = sharding or getattr(leaf, "sharding", None)
     if _is_on_host(sharding):
         return 0
-    return math.prod(_shard_shape(leaf, sharding)) * jnp.result_type(leaf).itemsize
+    entries = math.prod(shard_shape(leaf, sharding))
+    return math.ceil(entries * _bits_of(jnp.result_type(leaf)) / 8)
 
 
-def _shard_shape(leaf: Any, sharding: jax.sharding.Sharding | None) -> tuple[int, ...]:
+def _bits_of(dtype: jnp.dtype) -> int:
+    """Of one entry, in memory: there are some that share a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return 8 * dtype.itemsize
+
+
+def shard_shape(
+    leaf: Any, sharding: jax.sharding.Sharding | None = None
+) -> tuple[int, ...]:
+    """The part of `leaf` on one device; by default as it lies."""
+    sharding = sharding or getattr(leaf, "sharding", None)
     shape = np.shape(leaf)
     return sharding.shard_shape(shape) if sharding else shape
 
@@ -115,7 +130,7 @@ def _bytes_of_sums(params: Any, placed: Any, accumulator: Accumulator | None) ->
         return 0
 
     def shard(leaf, sharding):
-        shape = _shard_shape(leaf, sharding or getattr(leaf, "sharding", None))
+        shape = shard_shape(leaf, sharding)
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
     shards = jax.tree.map(shard, params, placed)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import jax
@@ -28,13 +29,14 @@ def check_memory_limit(argument: str, limit: Any) -> int | float | None:
         return None
     number = _read_text(limit) if isinstance(limit, str) else limit
     if isinstance(number, int | np.integer) and not isinstance(number, bool):
-        if number > 0:
+        if 0 < number < 2**63:
             return int(number)
     elif isinstance(number, float | np.floating) and 0 < number <= 1:
         return float(number)
     is_kind = isinstance(limit, str | int | float | np.number)
     error = ValueError if is_kind and not isinstance(limit, bool) else TypeError
-    cure = "" if not isinstance(limit, float) or limit <= 1 else f"; {_cure(limit)}"
+    is_large = isinstance(limit, float | np.floating) and limit >= 1000
+    cure = f"; {_cure(limit)}" if is_large else ""
     raise error(
         f"`{argument}` must be bytes > 0 as an integer or a string such as '12GiB' or "
         "'800 MB', a fraction of the device's memory in (0, 1], or None for all of it, "
@@ -93,10 +95,10 @@ def _read_text(text: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE)
     if match is None or match[2].lower() not in _BY_LOWER:
         return None
-    return math.floor(float(match[1]) * _BY_LOWER[match[2].lower()])
+    return int(Decimal(match[1]) * _BY_LOWER[match[2].lower()])
 
 
-def _cure(limit: float) -> str:
+def _cure(limit: float | np.floating) -> str:
     if not math.isfinite(limit):
         return "no limit is no plan"
     return f"for bytes write {int(limit)}"

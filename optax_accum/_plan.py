@@ -3,10 +3,12 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from optax_accum._checks import check_count
-from optax_accum._memory import Memory
+from optax_accum._memory import Memory, shard_shape
 from optax_accum._memory_limit import render_bytes, unit_of
-from optax_accum._numerics import find_difference
+from optax_accum._numerics import find_difference, kind_of
 from optax_accum._progress import progress_bar
 from optax_accum._timing import time_steps
 from optax_accum._trials import Candidate, Trials, try_candidate
@@ -53,16 +55,17 @@ class Plan:
     ) -> "Plan":
         """Runs every candidate that fits, and tells how long its step takes.
 
-        Those that were not compiled are compiled now. They take turns, so that the
-        noise of the machine is the same for all; more memory than that of one step is
-        not needed.
+        Those from the chosen one on that were not compiled are compiled now, which may
+        take longer than to plan did. They take turns, so that the noise of the machine
+        is the same for all; more memory than that of one step is not needed.
 
         Args:
           state: a `TrainState`. The first step consumes it, as any train step does
             (``donate=False`` keeps it): give one that you can make again.
           batch: of the shapes that were planned for.
           *args: further arguments of the train step.
-          rounds: steps of each candidate, an integer >= 1, after one that is not timed.
+          rounds: steps of each candidate that are timed, after two that are not; an
+            integer >= 1.
           **extra_args: keywords of the train step.
 
         Returns:
@@ -70,25 +73,21 @@ class Plan:
           `fastest` one. What is chosen stays: the largest that fits.
         """
         rounds = check_count("plan.time(rounds=...)", rounds)
-        given = ((state, batch, *args), extra_args)
-        difference = find_difference(given, (self.trials.args, self.trials.extra))
-        if difference:
-            raise ValueError(
-                "`plan.time(state, batch, *args)` must be given arrays of the types "
-                f"that were planned for, got {difference}; plan again for these."
-            )
-        with progress_bar(len(self.candidates)) as begin:
+        _check_planned(
+            ((state, batch, *args), extra_args), (self.trials.args, self.trials.extra)
+        )
+        first = self.candidates.index(self.chosen)
+        larger, others = self.candidates[:first], self.candidates[first:]
+        with progress_bar(len(others)) as begin:
             limit = self.memory_limit
-            tried = [
-                try_candidate(c, self.trials, limit, begin) for c in self.candidates
-            ]
+            tried = [try_candidate(c, self.trials, limit, begin) for c in others]
         fitting = [c.num_microbatches for c in tried if c.fits]
         steps = {n: self.trials.step(n) for n in fitting}
         with progress_bar(rounds) as begin:
             turns = (begin(f"round {i + 1}") for i in range(rounds))
             seconds = time_steps(steps, state, (batch, *args), extra_args, turns)
         timed = (c._replace(seconds=seconds.get(c.num_microbatches)) for c in tried)
-        return dataclasses.replace(self, candidates=tuple(timed))
+        return dataclasses.replace(self, candidates=(*larger, *timed))
 
     def plot(self) -> "Figure":
         """The peaks as bars, of what they consist, against the limit.
@@ -96,22 +95,58 @@ class Plan:
         Returns:
           A Matplotlib figure. (Matplotlib is an extra of this package.)
         """
-        # Not at the top: planning works without it.
-        from optax_accum._plan_figure import draw_plan
-
+        try:
+            # Not at the top: planning works without it.
+            from optax_accum._plan_figure import draw_plan
+        except ImportError as error:
+            raise ImportError(
+                f"`plan.plot()` must find Matplotlib, got {error}; it is an extra: pip "
+                "install 'optax_accum[plan]'."
+            ) from error
         return draw_plan(self.candidates, self.memory_limit, self.num_microbatches)
 
     def __str__(self) -> str:
-        return "\n".join([_render_head(self), "", *_render_table(self)])
+        return "\n".join([_render_head(self), "", *_render_table(self), "", _LEGEND])
+
+
+def _check_planned(given: Any, planned: Any) -> None:
+    difference = find_difference(given, planned) or _find_misplaced(given, planned)
+    if difference:
+        raise ValueError(
+            "`plan.time(state, batch, *args)` must be given arrays of the types that "
+            f"were planned for, got {difference}; plan again for these, or make them "
+            "anew."
+        )
+
+
+def _find_misplaced(given: Any, planned: Any) -> str | None:
+    """What is no array, or none any more, or of which a device has another part."""
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(planned), strict=True)
+    for leaf, type_ in pairs:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return f"a type, {kind_of(leaf)}"
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            return f"{kind_of(leaf)} that a step has consumed"
+        part, expected = shard_shape(leaf), shard_shape(type_)
+        if getattr(type_, "sharding", None) and part != expected:
+            return f"{list(part)} of {kind_of(leaf)} on a device, not {list(expected)}"
+    return None
 
 
 # -- As a table
 
+_LEGEND = (
+    "accumulator: sums of gradients; activations: all other temporaries; "
+    "rest: the batch, and what else goes in or out"
+)
+
 
 def _render_head(plan: Plan) -> str:
     count, size = plan.num_microbatches, plan.microbatch_size
-    noun = "micro-batch" if count == 1 else "micro-batches"
-    return f"{count} {noun} of {size} rows, limit {render_bytes(plan.memory_limit)}"
+    batches = "micro-batch" if count == 1 else "micro-batches"
+    rows = "row" if size == 1 else "rows"
+    limit = render_bytes(plan.memory_limit)
+    return f"{count} {batches} of {size} {rows}, limit {limit} on each device"
 
 
 def _render_table(plan: Plan) -> list[str]:
@@ -139,7 +174,8 @@ def _render_candidate(candidate: Candidate, plan: Plan) -> list[str]:
 
 def _render_verdict(candidate: Candidate, plan: Plan) -> str:
     if candidate.fits is None:
-        return "not compiled"
+        is_smaller = candidate.num_microbatches > plan.num_microbatches
+        return f"{'smaller' if is_smaller else 'larger'}, not compiled"
     if not candidate.fits:
         return "refused by the compiler" if candidate.refusal else "too large"
     marks = {"chosen": plan.chosen, "fastest": plan.fastest}
@@ -147,6 +183,6 @@ def _render_verdict(candidate: Candidate, plan: Plan) -> str:
 
 
 def _unit_of(plan: Plan) -> tuple[str, int]:
-    """One unit for the whole table: that of its largest figure."""
+    """One unit for the whole table: that of its smallest peak."""
     peaks = [c.memory.peak for c in plan.candidates if c.memory is not None]
-    return unit_of(max(peaks))
+    return unit_of(min(peaks))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,21 +26,26 @@ class Training(NamedTuple):
     options: Mapping[str, Any] = {}  # of the step
 
 
-def find_function(target: str) -> Callable[[], Any]:
-    """What ``module:function`` names."""
-    module_name, _, function_name = target.partition(":")
-    found = problem = None
+def has_module(target: str) -> bool:
+    """Whether the module is there that ``module:function`` names."""
+    name = target.partition(":")[0]
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
     try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        problem = error
-    if not callable(found):
-        raise ValueError(
-            f"the training must be named as module:function, got {target!r}: "
-            f"{problem or 'no function'}; for `def make(): ...` in train.py write "
-            "train:make."
-        ) from problem
-    return found
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return False  # a package that it would be in
+        raise
+
+
+def load_function(target: str) -> Any:
+    """What ``module:function`` names; None where the module has no such name.
+
+    What goes wrong within the module is its own, and is not caught.
+    """
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function, None)
 
 
 def find_example(name: str, batch_size: int) -> Callable[[], Any]:
@@ -66,6 +72,12 @@ def read_training(made: Any) -> Training:
             f"got {type(made).__name__}{count}."
         )
     loss_fn, optimizer, params, batch, *options = made
+    if options and not isinstance(options[0], Mapping):
+        raise TypeError(
+            "the fifth of what the function that makes a training returns must be a "
+            "dict of the step's keywords, got "
+            f"{type(options[0]).__name__}; such as {{'has_aux': True}}."
+        )
     if isinstance(params, TrainState):
         return Training(*made)
     optimizer = check_optimizer("(loss_fn, optimizer, params, batch)", optimizer)

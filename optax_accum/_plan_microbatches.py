@@ -8,11 +8,18 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from optax_accum._checks import check_callable, check_optimizer
+from optax_accum._checks import (
+    check_callable,
+    check_index,
+    check_optimizer,
+    check_unroll,
+    shown,
+)
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._numerics import kind_of
 from optax_accum._plan import Plan
 from optax_accum._planner import make_plan
+from optax_accum._split import check_split
 from optax_accum._state import check_made_by
 from optax_accum._sums import check_accumulator
 from optax_accum._train_step import make_train_step
@@ -51,9 +58,11 @@ def plan_microbatches(
 
     Candidates are the N that divide the rows, or groups of rows, so that every device
     gets as many in each micro-batch. N = 1 is tried first, since it needs no sum of
-    gradients, then the others are bisected: memory never grows with N from 2 on, but
-    for small differences between programs. Of C candidates ``ceil(log2(C)) + 1`` are
-    compiled at most, among them the chosen one and the next larger, which does not fit.
+    gradients, then the others are bisected, for memory falls with N from 2 on, as a
+    rule. Of C candidates ``ceil(log2(C)) + 2`` are compiled at most, among them the
+    chosen one and the next larger, which does not fit. Only where none of these fits
+    and memory is seen to grow with N, as it does where the loss reports a `Stack`, all
+    are compiled.
 
     The same arguments give the same plan in every process of a job, as far as the
     compiler does: there the limit has to be given in bytes.
@@ -78,8 +87,8 @@ def plan_microbatches(
         ``"800 MB"``. A fraction in (0, 1] is that of the memory which the device says
         that JAX may have, the least of those that are used; None is all of it. A CPU
         does not tell.
-      exhaustive: whether to compile all candidates. Small differences between programs
-        may hide one that fits, where the limit is close.
+      exhaustive: whether to compile all candidates. Where memory does not fall with N
+        a larger micro-batch may fit than the bisection finds.
       factory: for losses that split the batch themselves, such as contrastive ones: the
         step is then not split, and the loss is ``loss_fn(N)``.
       extra_args: keywords of the train step, which the optimizer receives.
@@ -119,6 +128,12 @@ def plan_microbatches(
     call = "plan_microbatches(loss_fn, optimizer, state, batch)"
     optimizer = check_optimizer(call, optimizer)
     check_made_by(call, optimizer, state)
+    check_split("plan_microbatches", None, None, group_size)
+    check_index("plan_microbatches(batch_axis=...)", batch_axis)
+    check_unroll("plan_microbatches", unroll)
+    accumulator = check_accumulator(
+        "plan_microbatches", accumulator_dtype, compensated, in_place
+    )
     options = dict(
         group_size=group_size,
         has_aux=has_aux,
@@ -129,14 +144,11 @@ def plan_microbatches(
         unroll=unroll,
         donate=donate,
     )
-    accumulator = check_accumulator(
-        "plan_microbatches", accumulator_dtype, compensated, in_place
-    )
     return make_plan(
         "plan_microbatches",
         _builder(loss_fn, optimizer, factory, options),
         (state, batch, *args),
-        dict(extra_args or {}),
+        _check_extra(extra_args),
         memory_limit=check_memory_limit(
             "plan_microbatches(memory_limit=...)", memory_limit
         ),
@@ -159,11 +171,23 @@ def _builder(
         loss, count = loss_fn, num_microbatches
         if factory:
             loss, count = loss_fn(num_microbatches), 1
-            check_callable("what loss_fn(N) returns, with factory=True,", loss)
+            check_callable("loss_fn(N) of plan_microbatches(factory=True)", loss)
         loss = _explained(loss)
         return make_train_step(loss, optimizer, num_microbatches=count, **options)
 
     return build
+
+
+def _check_extra(extra_args: Any) -> dict[str, Any]:
+    if extra_args is None:
+        return {}
+    if isinstance(extra_args, Mapping) and not {"state", "batch"} & set(extra_args):
+        return dict(extra_args)
+    got = list(extra_args) if isinstance(extra_args, Mapping) else extra_args
+    raise TypeError(
+        "`plan_microbatches(extra_args=...)` must be a dict of what the optimizer gets "
+        f"by keyword, got {shown(got)}; `state` and `batch` are arguments of their own."
+    )
 
 
 def _explained(loss_fn: Callable) -> Callable:
@@ -178,7 +202,8 @@ def _explained(loss_fn: Callable) -> Callable:
             raise ValueError(
                 "`plan_microbatches(loss_fn, ...)` must be given a loss that JAX can "
                 f"trace with each micro-batch, got {type(error).__name__} for one of "
-                f"{shapes}: {error}; try `jax.eval_shape(loss_fn, params, batch)`."
+                f"{shapes}: {error}; try it with `jax.eval_shape`. (A loss gets `key` "
+                "and `model_state` where the state has them.)"
             ) from error
 
     return explained

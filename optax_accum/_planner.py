@@ -1,5 +1,6 @@
 """Planning: which candidates there are, which of them are compiled, what is chosen."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 
 from optax_accum._memory import Memory
 from optax_accum._memory_limit import bytes_of_limit, render_bytes
+from optax_accum._numerics import kind_of
 from optax_accum._plan import Plan
 from optax_accum._progress import progress_bar
 from optax_accum._search import Search, bisect, most_trials, try_all
@@ -16,11 +18,11 @@ from optax_accum._trials import Candidate, Trials, make_trials, try_candidate
 
 # What makes each part of the memory smaller.
 _CURES = {
-    "params": "sharding them, narrower ones",
+    "params": "narrower ones, more devices to shard them over",
     "opt_state": "an optimizer with a smaller state, sharding it",
     "accumulator": "`in_place` or a narrower `accumulator_dtype`, sharding",
     "activations": "`jax.checkpoint` around the layers, sharding",
-    "rest": "a smaller batch, `donate=True`",
+    "rest": "a smaller batch, and `donate=True` if it is not",
 }
 
 
@@ -49,6 +51,7 @@ def make_plan(
       accumulator: how a step of several micro-batches keeps sums; None for not at all.
       exhaustive: whether to compile all candidates.
     """
+    _check_no_trace(caller, args, extra)
     rows = count_rows(caller, {"batch": args[1]}, batch_axis)
     shards = count_shards(args[1], batch_axis)
     limit = bytes_of_limit(f"{caller}(memory_limit=...)", memory_limit, args)
@@ -67,16 +70,29 @@ def _search(
     search: Search, candidates: Sequence[Candidate], trials: Trials, limit: int
 ) -> tuple[tuple[Candidate, ...], Candidate | None]:
     """All candidates, with what was learnt of them, and the one that is chosen."""
-    tried = {}
+    tried: dict[int, Candidate] = {}
     with progress_bar(most_trials(search, len(candidates))) as begin:
 
-        def fits(i):
-            tried[i] = try_candidate(candidates[i], trials, limit, begin)
-            return bool(tried[i].fits)
+        def need(i):
+            if i not in tried:
+                tried[i] = try_candidate(candidates[i], trials, limit, begin)
+            memory = tried[i].memory
+            return math.inf if memory is None else memory.peak
 
-        found = search(fits, len(candidates))
+        found = search(need, len(candidates), limit)
     table = tuple(tried.get(i, c) for i, c in enumerate(candidates))
     return table, None if found is None else table[found]
+
+
+def _check_no_trace(caller: str, args: Sequence, extra: dict[str, Any]) -> None:
+    leaves = jax.tree.leaves((args, extra))
+    tracer = next((x for x in leaves if isinstance(x, jax.core.Tracer)), None)
+    if tracer is not None:
+        raise ValueError(
+            f"`{caller}` must plan outside of `jit` and `scan`, got {kind_of(tracer)} "
+            "of a trace; in there, the memory of one step says nothing of that of the "
+            "whole program. Find N before, with `plan_microbatches`."
+        )
 
 
 def _nothing_fits(caller: str, candidates: Sequence[Candidate], limit: int) -> str:
@@ -96,9 +112,9 @@ def _nothing_fits(caller: str, candidates: Sequence[Candidate], limit: int) -> s
     untried = f" (`exhaustive=True` compiles {others} more)" if others else ""
     return (
         f"`{caller}(memory_limit=...)` must be at least {memory.peak} bytes, "
-        f"{render_bytes(memory.peak)}, the smallest peak of {len(compiled)} candidates"
+        f"{render_bytes(memory.peak)}, the smallest peak of {len(compiled)} compiled"
         f"{untried}, got {render_bytes(limit)}. That is the peak of N = "
-        f"{least.num_microbatches}, micro-batches of {least.microbatch_size}: {parts}. "
+        f"{least.num_microbatches}, rows: {least.microbatch_size}. {parts}. "
         f"What would help; {cures}."
     )
 

@@ -15,6 +15,10 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
+        Console = Progress = None
+    if Console is None or Progress is None:
+        # Outside of the `except`, or every error of the work would be shown as another
+        # one, which came while this one was handled.
         yield lambda description: None
         return
     console = Console(stderr=True)

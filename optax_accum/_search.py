@@ -1,38 +1,52 @@
-"""The first of several candidates that fits."""
+"""The first of several candidates that needs no more than a limit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-# (whether the candidate of an index fits, how many there are) -> the index, or None
-Search = Callable[[Callable[[int], bool], int], int | None]
+# (what the candidate of an index needs, how many there are, the limit) -> an index
+Search = Callable[[Callable[[int], float], int, float], int | None]
+
+# Programs that do the same differ by less than this in what they need.
+_NOISE = 1.01
 
 
-def bisect(fits: Callable[[int], bool], count: int) -> int | None:
-    """The first index that `fits`, if after the second come only such.
+def bisect(need: Callable[[int], float], count: int, limit: float) -> int | None:
+    """The first index whose need is within the limit, where needs fall.
 
-    The first is tried by itself: it may fit where its neighbour does not, as a whole
-    batch does, which needs no sum of gradients. The index that is returned has been
-    tried, and so has the one before it.
+    The first is tried by itself: it may need less than its neighbour, as a whole batch
+    does, of which no gradients are summed. The index that is returned has been tried,
+    and so has the one before it. Where none fits the second is tried too, and all are
+    if the needs that were seen do not fall.
     """
-    if fits(0):
+    if need(0) <= limit:
         return 0
+    seen = []
     too_large, small_enough = 0, count
     while small_enough - too_large > 1:
         middle = (too_large + small_enough) // 2
-        if fits(middle):
+        seen.append(need(middle))
+        if seen[-1] <= limit:
             small_enough = middle
         else:
             too_large = middle
-    return small_enough if small_enough < count else None
+    if small_enough < count:
+        return small_enough
+    if count == 1 or _falls([need(1), *seen]):
+        return None
+    return try_all(need, count, limit)
 
 
-def try_all(fits: Callable[[int], bool], count: int) -> int | None:
-    """The first index that `fits`; all are tried."""
-    fitting = [i for i in range(count) if fits(i)]
-    return fitting[0] if fitting else None
+def try_all(need: Callable[[int], float], count: int, limit: float) -> int | None:
+    """The same, of any needs; all are tried."""
+    needs = [need(i) for i in range(count)]
+    return next((i for i, each in enumerate(needs) if each <= limit), None)
 
 
 def most_trials(search: Search, count: int) -> int:
-    """How many of `count` candidates a search tries at most."""
+    """How many of `count` candidates a search tries at most, where needs fall."""
     if search is try_all:
         return count
-    return 1 + (count - 1).bit_length()  # 1 + ceil(log2(count))
+    return 2 + (count - 1).bit_length()  # 2 + ceil(log2(count))
+
+
+def _falls(needs: Sequence[float]) -> bool:
+    return all(needs[-1] <= _NOISE * each for each in needs)

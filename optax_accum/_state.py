@@ -67,6 +67,7 @@ def init_train_state(
     """
     optimizer = check_optimizer("init_train_state(params, optimizer)", optimizer)
     check_floats("init_train_state", {"params": params})
+    _check_arrays(params)
     _check_key(key)
     params = settle(params)
     return _own(
@@ -136,6 +137,17 @@ def _buffer(leaf: jax.Array) -> Any:
         return id(leaf)
     shards = (shard.data for shard in leaf.addressable_shards)
     return tuple(data.unsafe_buffer_pointer() for data in shards if data.size)
+
+
+def _check_arrays(params: Any) -> None:
+    types = (x for x in jax.tree.leaves(params) if isinstance(x, jax.ShapeDtypeStruct))
+    type_ = next(types, None)
+    if type_ is not None:
+        raise TypeError(
+            "`init_train_state(params)` must be given arrays, got the type "
+            f"{kind_of(type_)}; for the types of a state write "
+            "`jax.eval_shape(lambda p: init_train_state(p, optimizer), params)`."
+        )
 
 
 def _check_key(key: Any) -> None:

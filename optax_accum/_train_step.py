@@ -81,8 +81,9 @@ def make_train_step(
         ``state, metrics = train_step(state, batch)``, or say ``donate=False``.
 
     Returns:
-      A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``, for
-      ``"auto"`` one that calls such functions and has ``lower`` as they do. The
+      A ``jax.jit`` function ``(state, batch, *args, **extra) -> (state, metrics)``; for
+      ``"auto"`` one that calls such functions, has ``lower`` as they do, and whose
+      ``plan(state, batch, *args, **extra)`` is the `Plan` for such a call. The
       metrics are of all rows of the call, and but for rounding do not depend on N:
       ``loss``;
       ``grad_norm``, the global norm of the mean gradient, before any clipping;

@@ -89,7 +89,8 @@ def types_of(tree: Any) -> Any:
     """
 
     def type_of(leaf):
-        if not isinstance(leaf, jax.Array | np.ndarray):
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        if not is_array or isinstance(leaf, jax.core.Tracer):
             return leaf
         sharding = None
         if isinstance(leaf, jax.Array) and leaf.committed:
@@ -111,7 +112,7 @@ def try_candidate(
     begin: Callable[[str], None],
 ) -> Candidate:
     """`candidate` with what its compiled step needs; `begin` is told of it before."""
-    begin(f"compiling {candidate.num_microbatches} micro-batches")
+    begin(f"compiling N = {candidate.num_microbatches}")
     memory = trials.memory(candidate.num_microbatches)
     if isinstance(memory, str):
         return candidate._replace(refusal=memory, fits=False)

@@ -22,6 +22,8 @@ from optax_accum._examples import (
     resnet50,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def example(request):

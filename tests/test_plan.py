@@ -24,6 +24,7 @@ from optax_accum._memory_limit import check_memory_limit
 from optax_accum._planner import make_plan
 from optax_accum._search import bisect, most_trials, try_all
 from optax_accum._split import equal_splits
+from optax_accum._timing import time_steps
 
 ROWS, POSITIONS, FEATURES, WIDTH = 8, 16, 32, 128
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -215,15 +216,14 @@ def peaks(draw):
 def test_bisection_finds_what_trying_all_finds(needs, limit):
     tried = []
 
-    def fits(i):
+    def need(i):
         tried.append(i)
-        return needs[i] <= limit
+        return needs[i]
 
-    found = bisect(fits, len(needs))
-    assert len(tried) == len(set(tried))
-    assert len(tried) <= most_trials(bisect, len(needs))
-    assert len(tried) <= math.ceil(math.log2(len(needs))) + 2  # what is promised
-    assert found == try_all(lambda i: needs[i] <= limit, len(needs))
+    found = bisect(need, len(needs), limit)
+    assert len(set(tried)) <= most_trials(bisect, len(needs))
+    assert len(set(tried)) <= math.ceil(math.log2(len(needs))) + 2  # what is promised
+    assert found == try_all(needs.__getitem__, len(needs), limit)
     if found is not None:
         assert found in tried and (found == 0 or found - 1 in tried)
 
@@ -231,12 +231,34 @@ def test_bisection_finds_what_trying_all_finds(needs, limit):
 def test_trying_all_finds_what_bisection_must_miss():
     """Where memory does not fall from one to the next: what `exhaustive` is for."""
     bumpy = [9, 3, 9, 9, 2]
+    assert bisect(bumpy.__getitem__, 5, 4) == 4
+    assert try_all(bumpy.__getitem__, 5, 4) == 1
 
-    def fits(i):
-        return bumpy[i] <= 4
 
-    assert bisect(fits, 5) == 4
-    assert try_all(fits, 5) == 1
+@hypothesis.given(st.lists(st.integers(1, 99), min_size=1, max_size=40))
+def test_bisection_does_not_give_up_where_needs_rise(rising):
+    """As they do where each micro-batch adds to what is reported."""
+    needs = [100, *sorted(rising)]
+    assert bisect(needs.__getitem__, len(needs), needs[1]) == 1
+
+
+def test_bisection_does_not_give_up_where_needs_fall_and_rise_again():
+    needs = [20, 9, 6, 4, 3, 4, 6, 9, 14]
+    assert bisect(needs.__getitem__, 9, 3) == 4
+    assert bisect(needs.__getitem__, 9, 2) is None
+
+
+def test_a_report_that_grows_with_n_is_planned_for():
+    """With `Stack` there is a number of micro-batches that needs least."""
+
+    def loss(params, batch):
+        return loss_fn(params, batch), optax_accum.Stack(jnp.zeros(10_000))
+
+    found = plan(loss=loss, has_aux=True, exhaustive=True)
+    peaks = [c.memory.peak for c in found.candidates]
+    least = min(peaks)
+    assert peaks.index(least) == 1 and peaks[3] > peaks[2] > least  # the rise is real
+    assert plan(least, loss=loss, has_aux=True).num_microbatches == 2
 
 
 def test_exhaustive_compiles_all():
@@ -456,6 +478,18 @@ def test_processes_come_to_the_same_plan():
 # -- Devices
 
 
+def test_entries_may_share_a_byte():
+    nibbles = jax.ShapeDtypeStruct((ROWS, 999), jnp.int4)
+
+    def loss(params, batch):
+        return loss_fn(params, batch) + jnp.mean(batch["n"].astype(jnp.float32))
+
+    batch = BATCH | {"n": nibbles}
+    assert plan(batch=batch, loss=loss).chosen.memory.peak == compiled_peak(
+        1, batch=batch, loss=loss
+    )
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_peaks_are_those_of_one_device(kind):
     axis_type = jax.sharding.AxisType[kind]
@@ -575,13 +609,15 @@ def test_a_plan_cannot_be_changed():
 
 def test_the_table_shows_what_was_compiled():
     peaks = [c.memory.peak for c in full_plan().candidates]
-    head, _, titles, *lines = str(plan((peaks[0] + peaks[1]) // 2)).split("\n")
+    text = str(plan((peaks[0] + peaks[1]) // 2))
+    head, _, titles, *lines, _, legend = text.split("\n")
     assert head.startswith("2 micro-batches of 4 rows, limit ")
     assert titles.split()[:4] == ["N", "rows", "peak,", "KiB"]
     assert lines[0].split()[:3] == ["1", "8", f"{peaks[0] / 1024:.2f}"]
     assert lines[0].endswith("too large")
     assert lines[1].endswith("fits, chosen")
-    assert lines[-1].split() == ["8", "1", "not", "compiled"]
+    assert lines[-1].split() == ["8", "1", "smaller,", "not", "compiled"]
+    assert all(part in legend for part in ("accumulator: ", "activations: ", "rest: "))
     assert all(line == line.rstrip() for line in lines)
 
 
@@ -629,6 +665,71 @@ def test_time_wants_what_was_planned_for():
         found.time(make_state(), make_batch(), rounds=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (lambda: (STATE, make_batch()), r"a type, int32\[\]"),
+        (lambda: (consumed_state(), make_batch()), "that a step has consumed"),
+        (lambda: (make_state(), spread_over_two(make_batch())), None),
+    ],
+)
+def test_time_wants_arrays_that_are_there(given, got):
+    found = plan()
+    if got is None:
+        assert found.time(*given(), rounds=1).fastest
+        return
+    with pytest.raises(ValueError, match=got):
+        found.time(*given())
+
+
+def consumed_state():
+    state = make_state()
+    make_train_step(loss_fn, OPTIMIZER)(state, make_batch())
+    return state
+
+
+def spread_over_two(batch):
+    sharding = NamedSharding(auto_mesh((2,), ("data",)), PartitionSpec("data"))
+    return jax.device_put(batch, sharding)
+
+
+def test_time_wants_what_lies_as_was_planned():
+    found = plan(batch=spread_over_two(make_batch()))
+    with pytest.raises(
+        ValueError, match=r"\[8, 16, 32\] of float32.*not \[4, 16, 32\]"
+    ):
+        found.time(make_state(), make_batch())
+    timed = found.time(make_state(), spread_over_two(make_batch()), rounds=1)
+    assert timed.fastest
+
+
+def test_what_the_first_calls_cost_is_not_timed():
+    """A program may be compiled at its first call, and again when the state moved."""
+    clock, calls = [0.0], []
+
+    def make(name):
+        def step(state, batch):
+            calls.append(name)
+            clock[0] += 1.0 if calls.count(name) > 2 else 100.0
+            return state, None
+
+        return step
+
+    steps = {1: make(1), 2: make(2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optax_accum._timing.time.perf_counter", lambda: clock[0])
+        assert time_steps(steps, None, (None,), {}, range(3)) == {1: 1.0, 2: 1.0}
+    assert len(calls) == 10
+
+
+def test_a_limit_far_away_leaves_the_bars_visible():
+    (axes,) = plan(PLENTY).plot().axes
+    peak = plan().chosen.memory.peak / 1024
+    assert axes.get_xlim()[0] == 0 and peak < axes.get_xlim()[1] < 2 * peak
+    texts = [text.get_text() for text in axes.texts]
+    assert "limit 1 TiB, far to the right" in texts
+
+
 def test_progress_is_shown_in_a_terminal(monkeypatch, capsys):
     fake_plan(linear, 12, 150)
     assert capsys.readouterr().err == ""
@@ -642,6 +743,9 @@ def test_planning_does_without_rich(monkeypatch):
     for module in ("rich", "rich.console", "rich.progress"):
         monkeypatch.setitem(sys.modules, module, None)
     assert fake_plan(linear, 12, 150)[0].num_microbatches == 3
+    with pytest.raises(ValueError, match="at least 110 bytes") as error:
+        fake_plan(linear, 12, 100)
+    assert error.value.__context__ is None  # nothing of what is missing
 
 
 # -- A step that plans for itself
@@ -712,9 +816,36 @@ def test_auto_keeps_its_plan_when_the_state_moves():
     state = make_state()
     for _ in range(3):
         state, _ = step(state, batch)
-    assert len(step.steps) == 1
+    assert len(step.plans) == 1
     step(make_state(), make_batch())
-    assert len(step.steps) == 2  # another layout of the batch, another plan
+    assert len(step.plans) == 2  # another layout of the batch, another plan
+
+
+def test_auto_plans_once_for_what_is_the_same_to_jit():
+    step = make_train_step(
+        loss_fn, OPTIMIZER, num_microbatches="auto", memory_limit=PLENTY
+    )
+    batch = make_batch()
+    as_numpy = jax.tree.map(np.asarray, batch)
+    as_doubles = jax.tree.map(lambda x: x.astype(np.float64), as_numpy)
+    plans = [step.plan(STATE, b) for b in (batch, as_numpy, as_doubles, BATCH)]
+    assert all(found is plans[0] for found in plans)
+
+
+def test_auto_plans_anew_for_another_model_state():
+    def loss(params, batch, *, model_state):
+        wide = jnp.mean(jnp.tanh(batch["x"] @ model_state["w"]))
+        return loss_fn(params, batch) + wide, model_state
+
+    def state(width):
+        zeros = {"w": jnp.zeros((FEATURES, width))}
+        return jax.eval_shape(lambda: make_state(model_state=zeros))
+
+    step = make_train_step(
+        loss, OPTIMIZER, num_microbatches="auto", memory_limit=PLENTY
+    )
+    small, large = step.plan(state(8), BATCH), step.plan(state(4096), BATCH)
+    assert small.chosen.memory.peak < large.chosen.memory.peak
 
 
 def test_auto_hands_everything_on():

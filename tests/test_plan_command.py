@@ -40,6 +40,9 @@ TRAINING = """
     def make_too_little():
         return loss_fn, optimizer, params
 
+    def make_with_a_list():
+        return loss_fn, optimizer, params, batch, ["has_aux"]
+
     def make_nothing():
         return None
 
@@ -71,7 +74,7 @@ def run(capsys, *arguments):
 def test_a_training_of_ones_own(training, capsys, name):
     status, out, err = run(capsys, f"{training}:{name}", "--limit", "1GiB")
     assert (status, err) == (0, "")
-    assert out.startswith("1 micro-batch of 16 rows, limit 1 GiB\n")
+    assert out.startswith("1 micro-batch of 16 rows, limit 1 GiB on each device\n")
 
 
 def test_a_limit_that_is_a_number(training, capsys):
@@ -94,15 +97,20 @@ def test_exhaustive_and_a_figure(training, capsys, tmp_path):
     [
         ([], ["name either"]),
         (["THEIRS:make", "--example", "resnet50", "--batch", "1"], ["name either"]),
-        (["--example", "resnet50"], ["--example and --batch"]),
-        (["THEIRS:make", "--batch", "1"], ["--example and --batch"]),
+        (["--example", "resnet50"], ["--batch must be given with --example"]),
+        (["THEIRS:make", "--batch", "1"], ["--batch must be given with --example"]),
         (["--example", "vgg", "--batch", "1"], ["resnet50, bert-base", "got 'vgg'"]),
         (["--example", "resnet50", "--batch", "0"], ["--batch", "got 0"]),
         (["no_such_module:make"], ["module:function", "no_such_module"]),
         (["THEIRS:no_such_function"], ["module:function", "no_such_function"]),
         (["THEIRS"], ["module:function", "got 'their_training'"]),
         ([":make"], ["module:function", "got ':make'"]),
-        (["THEIRS:optimizer"], ["module:function", "no function"]),
+        (["THEIRS:optimizer"], ["module:function", "function is not there"]),
+        (["THEIRS.sub:make"], ["module:function", "module is not there"]),
+        (["no.such.package:make"], ["module:function", "module is not there"]),
+        (["./THEIRS.py:make"], ["module:function", "module is not there"]),
+        ([".THEIRS:make"], ["module:function", "module is not there"]),
+        (["THEIRS:make", "--figure", "no/such/x.png"], ["--figure", "no/such"]),
     ],
 )
 def test_what_cannot_be_found_is_a_usage_error(training, capsys, arguments, parts):
@@ -119,6 +127,7 @@ def test_what_cannot_be_found_is_a_usage_error(training, capsys, arguments, part
         ("make", "ten", "got 'ten'"),
         ("make_too_little", "1GiB", "got tuple of 3"),
         ("make_nothing", "1GiB", "got NoneType"),
+        ("make_with_a_list", "1GiB", "a dict of the step's keywords, got list"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(training, capsys, name, limit, part):
@@ -130,6 +139,24 @@ def test_what_cannot_be_planned_is_one_message(training, capsys, name, limit, pa
 def test_an_error_of_the_users_own_keeps_its_traceback(training, capsys):
     with pytest.raises(RuntimeError, match="the user's own"):
         run(capsys, f"{training}:fail", "--limit", "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("raise ValueError('their own')", ValueError),
+        ("import no_such_dependency", ModuleNotFoundError),
+        ("from optax import no_such_name", ImportError),
+        ("import optax; optax.no_such_name", AttributeError),
+    ],
+)
+def test_what_goes_wrong_in_the_users_module_is_theirs(
+    tmp_path, monkeypatch, capsys, line, error
+):
+    (tmp_path / "their_failure.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(error):
+        run(capsys, "their_failure:make")
 
 
 def test_arrays_keep_their_place():
