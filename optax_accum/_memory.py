@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from optax_accum._call import accumulate_states
 from optax_accum._sums import Accumulator, zero_sums
@@ -147,11 +146,7 @@ def _captured(program: Any) -> dict[int, Any]:
     """Arrays that a program and those inside it close over, by identity: each once."""
     captured = {id(x): x for x in getattr(program, "consts", ())}
     for eqn in program.eqns:
-        for param in jax.tree.leaves(eqn.params, is_leaf=_is_program):
-            if _is_program(param):
+        for param in jax.tree.leaves(eqn.params):
+            if hasattr(param, "eqns"):
                 captured |= _captured(param)
     return captured
-
-
-def _is_program(x: Any) -> bool:
-    return isinstance(x, ClosedJaxpr | Jaxpr)

@@ -1,11 +1,11 @@
 """How long candidate steps take, each beside the others."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def time_steps(
@@ -36,4 +36,4 @@ def time_steps(
             state, metrics = step(state, *args, **extra)
             jax.block_until_ready((state, metrics))
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return {name: float(np.median(each)) for name, each in seconds.items()}
