@@ -114,27 +114,16 @@ def _run_plan(args: argparse.Namespace) -> int:
         args.parser.error("--batch must be given with --example, and only with it")
     if args.figure is not None and not args.figure.parent.is_dir():
         args.parser.error(f"--figure must be in a folder, got {args.figure}")
-    try:
-        make = _find_example(args) if args.example else _find_function(args)
-    except ImportError as error:
-        if args.example is None:
-            raise  # the user's own
-        return _explain_extras("an example", error)
+    make = _find_function(args) if args.example is None else _find_example(args)
     made = make()  # whose own errors are not ours to shorten
     try:
         plan = plan_training(read_training(made), args.limit, args.exhaustive)
-    except (TypeError, ValueError) as error:  # which say what to do
+        print(plan)
+        if args.figure is not None:
+            plan.plot().savefig(args.figure, format="png", dpi=200)
+    except (ImportError, TypeError, ValueError) as error:  # which say what to do
         print(error, file=sys.stderr)
         return 1
-    print(plan)
-    if args.figure is None:
-        return 0
-    try:
-        figure = plan.plot()
-    except ImportError as error:  # which says what to do
-        print(error, file=sys.stderr)
-        return 1
-    figure.savefig(args.figure, format="png", dpi=200)
     return 0
 
 
@@ -143,6 +132,8 @@ def _find_example(args: argparse.Namespace) -> Callable[[], Any]:
         return find_example(args.example, args.batch)
     except ValueError as error:
         return args.parser.error(str(error))
+    except ImportError as error:
+        sys.exit(_explain_extras("an example", error))
 
 
 def _find_function(args: argparse.Namespace) -> Callable[[], Any]:

@@ -157,6 +157,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_steps_as_on_the_mean(name):
     inner = OPTIMIZERS[name]

@@ -75,6 +75,7 @@ def matmuls(program):
     return program.as_text().count(" dot(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_counting_is_free_where_weights_come_from_the_batch(

@@ -248,6 +248,7 @@ def test_bisection_does_not_give_up_where_needs_fall_and_rise_again():
     assert bisect(needs.__getitem__, 9, 2) is None
 
 
+@pytest.mark.slow
 def test_a_report_that_grows_with_n_is_planned_for():
     """With `Stack` there is a number of micro-batches that needs least."""
 
@@ -391,6 +392,7 @@ def test_a_whole_batch_may_need_less_than_two_halves():
     assert between.num_microbatches == 1
 
 
+@pytest.mark.slow
 def test_a_limit_between_two_candidates():
     peaks = [c.memory.peak for c in full_plan().candidates]
     assert peaks == sorted(peaks, reverse=True)  # in this model, from N = 1 on
@@ -578,6 +580,7 @@ def test_several_processes_must_be_told(telling_devices, monkeypatch):
 # -- Losses that split themselves
 
 
+@pytest.mark.slow
 def test_a_factory_makes_the_loss_for_each_candidate():
     def factory(n):
         def loss(params, batch):

@@ -139,6 +139,7 @@ def sum_dtype_of(dtype):
     return "float32" if jnp.dtype(dtype).itemsize < 4 else dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_of_the_scan(dtype, x64):
     w = normal(0, 3, dtype=np.float64).astype(dtype)

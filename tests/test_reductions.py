@@ -277,6 +277,7 @@ def test_over_a_sharded_batch(axis_type, group_size):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_spec", [P("data"), P()])
 @pytest.mark.parametrize("row_spec", [P("data"), P()])
 @pytest.mark.parametrize("spec", [P("data"), P()])

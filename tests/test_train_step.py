@@ -116,6 +116,7 @@ def test_the_state_is_a_scan_carry():
     assert metrics["loss"].shape == (4,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_the_state_is_a_scan_carry_with_16_bit_parameters(dtype, num_microbatches):

@@ -89,6 +89,7 @@ def test_a_window_is_one_batch(name, way):
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_a_window_of_several_terms_is_one_batch(way):
     """Masks that fall unequally on the calls, a second one, and a decay."""
