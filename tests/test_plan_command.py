@@ -1,5 +1,6 @@
 """``python -m optax_accum plan``: what it plans, prints and refuses."""
 
+import importlib
 import sys
 import textwrap
 
@@ -10,6 +11,7 @@ import pytest
 from helpers import auto_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 
+import optax_accum
 from optax_accum import __main__
 from optax_accum._plan_command import plan_training, read_training
 
@@ -78,8 +80,13 @@ def test_a_training_of_ones_own(training, capsys, name):
 
 
 def test_a_limit_that_is_a_number(training, capsys):
-    _, out, _ = run(capsys, f"{training}:make", "--limit", "80000")
-    assert out.startswith("2 micro-batches of 8 rows, limit 78.12 KiB")
+    planned = importlib.import_module(training).make()
+    found = optax_accum.plan_microbatches(
+        *read_training(planned)[:4], memory_limit=2**40, exhaustive=True
+    )
+    peak = found.candidates[1].memory.peak
+    _, out, _ = run(capsys, f"{training}:make", "--limit", str(peak))
+    assert out.startswith("2 micro-batches of 8 rows, limit ")
     _, _, err = run(capsys, f"{training}:make", "--limit", "0.5")
     assert "fraction 0.5" in err
 
