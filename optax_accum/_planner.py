@@ -74,8 +74,7 @@ def _search(
     with progress_bar(most_trials(search, len(candidates))) as begin:
 
         def need(i):
-            if i not in tried:
-                tried[i] = try_candidate(candidates[i], trials, limit, begin)
+            tried[i] = try_candidate(candidates[i], trials, limit, begin)
             memory = tried[i].memory
             return math.inf if memory is None else memory.peak
 

@@ -24,7 +24,7 @@ from optax_accum._memory import memory_of
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._planner import make_plan
 from optax_accum._search import bisect, most_trials, try_all
-from optax_accum._split import equal_splits
+from optax_accum._split import count_shards, equal_splits
 from optax_accum._sums import Accumulator
 from optax_accum._timing import time_steps
 
@@ -287,6 +287,20 @@ def test_candidates_leave_every_device_the_same_work(
     rows, group_size, shards, expected
 ):
     assert equal_splits(rows, group_size, shards) == expected
+
+
+def test_arrays_that_are_laid_out_in_different_ways():
+    """Two parts of one and three of the other: only sixths are parts of both."""
+    mesh = auto_mesh((2, 3), ("a", "b"))
+
+    def rows(*axes):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct((12, 4), jnp.float32, sharding=sharding)
+
+    assert count_shards({"x": rows("a"), "y": rows("b")}, 0) == 6
+    assert count_shards({"x": rows(("a", "b")), "y": rows()}, 0) == 6
+    assert count_shards({"x": rows(None, "a"), "y": np.ones((12, 4)), "z": 1.0}, 0) == 1
+    assert count_shards({"x": rows(None, "a")}, -1) == 2
 
 
 # -- What is predicted, against what the compiler says
