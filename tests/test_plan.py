@@ -684,6 +684,14 @@ def test_time_runs_what_fits():
     assert found.candidates[1].seconds is None
 
 
+def test_time_compiles_nothing_larger():
+    found = plan(full_plan().candidates[-1].memory.peak)
+    assert [c.fits for c in found.candidates] == [False, None, False, True]
+    timed = found.time(make_state(), make_batch(), rounds=1)
+    assert [c.fits for c in timed.candidates] == [False, None, False, True]
+    assert timed.fastest.num_microbatches == 8
+
+
 def test_time_wants_what_was_planned_for():
     found = plan()
     with pytest.raises(ValueError, match=r"types that were planned for.*\[16,"):
