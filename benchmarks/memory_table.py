@@ -23,6 +23,7 @@ from origin import ROOT, describe_origin, render_origin
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tables import render_rows
 
 from optax_accum import init_train_state, make_train_step
 from optax_accum._examples import EXAMPLES, Example
@@ -152,8 +153,7 @@ def render(results: dict[str, Any]) -> str:
     for model, records in by_model(results).items():
         head, *rows = make_rows(records)
         head[0] = f"{model}, batch size"
-        table = [head, ["---:"] * len(head), *rows]
-        tables.append("\n".join(f"| {' | '.join(row)} |" for row in table))
+        tables.append(render_rows(head, rows))
     figure = (
         "![Memory of a train step over N, of two models]"
         "(benchmarks/results/memory_table.png)"

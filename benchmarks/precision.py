@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from origin import ROOT, describe_origin, render_origin
+from tables import render_rows
 
 import optax_accum
 
@@ -74,19 +75,16 @@ def render(results: dict[str, Any]) -> str:
     """A table in Markdown, a kind of sum in each row."""
     records = results["records"]
     counts = list(records[0]["errors"])
-    table = [
-        ["relative error of the sum of", *(f"{count} gradients" for count in counts)],
-        ["---", *["---:"] * len(counts)],
+    head = ["relative error of the sum of", *(f"{count} gradients" for count in counts)]
+    rows = [
+        [record["sum"], *(f"{error:.1e}" for error in record["errors"].values())]
+        for record in records
     ]
-    for record in records:
-        errors = [f"{error:.1e}" for error in record["errors"].values()]
-        table.append([record["sum"], *errors])
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return (
-        f"{rows}\n\n{results['entries']} entries of mean 0, in bfloat16 as they come; "
-        "the error of the mean that the optimizer gets, against one in float64. "
-        f"{render_origin(results)} Made by `python benchmarks/precision.py` and "
-        "`python benchmarks/readme.py`."
+        f"{render_rows(head, rows)}\n\n{results['entries']} entries of mean 0, in "
+        "bfloat16 as they come; the error of the mean that the optimizer gets, against "
+        f"one in float64. {render_origin(results)} Made by "
+        "`python benchmarks/precision.py` and `python benchmarks/readme.py`."
     )
 
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from shapes import Shape
+from tables import render_rows
 
 RESULTS = ROOT / "benchmarks" / "results" / "prediction.json"
 COUNTS = (1, 4, 8, 32)  # N
@@ -188,8 +189,7 @@ def render_record(record: dict[str, Any]) -> list[str]:
 
 def render(results: dict[str, Any]) -> str:
     """A table in Markdown, a step in each row."""
-    rows = [HEAD, ("---", *["---:"] * 4), *map(render_record, results["records"])]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = render_rows(HEAD, map(render_record, results["records"]))
     return (
         f"{table}\n\nThe peak of a train step with {results['optimizer']}, arguments "
         "included: as `plan_microbatches` predicts it, and as the resident memory of a "

@@ -15,6 +15,7 @@ import memory_table
 import precision
 import prediction
 from origin import ROOT, render_origin
+from tables import render_rows
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -177,12 +178,6 @@ def render_scenarios_note(results: dict[str, Any]) -> str:
         "`python benchmarks/scenarios.py`, `python benchmarks/figures.py` and "
         "`python benchmarks/readme.py`."
     )
-
-
-def render_rows(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown, whose first column is words."""
-    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
 # What each file of results becomes.

@@ -27,8 +27,7 @@ class PlannedStep:
     plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: Any, batch: Any, *args: Any, **extra: Any) -> Any:
-        plan = self.plan(state, batch, *args, **extra)
-        step = plan.trials.step(plan.num_microbatches)
+        step = self.plan(state, batch, *args, **extra).step
         return step(state, batch, *args, **extra)
 
     def plan(self, state: Any, batch: Any, *args: Any, **extra: Any) -> Plan:
@@ -43,8 +42,7 @@ class PlannedStep:
     def trace(
         self, state: Any, batch: Any, *args: Any, **extra: Any
     ) -> jax.stages.Traced:
-        plan = self.plan(state, batch, *args, **extra)
-        step = plan.trials.step(plan.num_microbatches)
+        step = self.plan(state, batch, *args, **extra).step
         return step.trace(state, batch, *args, **extra)
 
     def lower(

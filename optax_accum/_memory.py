@@ -134,7 +134,7 @@ def _bytes_of_sums(params: Any, placed: Any, accumulator: Accumulator | None) ->
 
     shards = jax.tree.map(shard, params, placed)
     sums = jax.eval_shape(lambda tree: zero_sums(tree, accumulator), shards)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sums))
+    return sum(_bytes_of_leaf(x, None) for x in jax.tree.leaves(sums))
 
 
 def _window_sums(opt_state: Any) -> list[Any]:

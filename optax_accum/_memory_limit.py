@@ -72,8 +72,7 @@ def bytes_of_limit(argument: str, limit: int | float | None, trees: Any) -> int:
     if silent:
         raise ValueError(
             f"`{argument}` must be given in bytes where the device does not tell its "
-            f"memory, got {given} for {silent[0]}; write '12GiB', "
-            "say."
+            f"memory, got {given} for {silent[0]}; write '12GiB', say."
         )
     return int(min(limits.values()) * (1.0 if limit is None else limit))
 

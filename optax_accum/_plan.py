@@ -45,6 +45,11 @@ class Plan:
         return self.chosen.microbatch_size
 
     @property
+    def step(self) -> jax.stages.Wrapped:
+        """The train step of the chosen candidate, which has been compiled."""
+        return self.trials.step(self.num_microbatches)
+
+    @property
     def fastest(self) -> Candidate | None:
         """The candidate whose step took the shortest time; None before `time`."""
         timed = {c.seconds: c for c in self.candidates[::-1] if c.seconds is not None}

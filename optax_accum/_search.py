@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 # (what the candidate of an index needs, how many there are, the limit) -> an index
 Search = Callable[[Callable[[int], float], int, float], int | None]
 
-# Programs that do the same differ by less than this in what they need.
+# A rise of less is no reason to compile all candidates: programs that do the same
+# differ a little, and what would be found needs hardly less than what was.
 _NOISE = 1.01
 
 

@@ -16,6 +16,7 @@ import programs
 import pytest
 import readme
 import scenarios
+from helpers import make_origin
 from matplotlib.image import imread
 
 METHODS = [
@@ -76,20 +77,6 @@ def few_methods(monkeypatch):
 
     monkeypatch.setattr(methods, "describe_methods", describe_methods)
     monkeypatch.setattr(scenarios, "describe_methods", describe_methods)
-
-
-def make_origin():
-    return {
-        "date": "2030-01-02",
-        "commit": None,
-        "hardware": {
-            "platform": "cpu",
-            "device": "cpu",
-            "cpu_count": 2,
-            "cpu_model": "Abacus",
-        },
-        "versions": {"python": "3.11", "jax": "0.9"},
-    }
 
 
 def make_results(optimizers, methods):

@@ -47,7 +47,11 @@ def test_no_device_is_touched():
     code += "for make in examples.EXAMPLES.values(): make(4)"
     # There is no such device, so whoever looks for one fails.
     environment = os.environ | {"JAX_PLATFORMS": "nowhere"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    for more, fails in (("", False), ("; __import__('jax').devices()", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", code + more], env=environment, stderr=subprocess.PIPE
+        )
+        assert (done.returncode != 0) == fails, done.stderr
 
 
 def test_rows_are_on_the_first_axis(example):

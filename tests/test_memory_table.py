@@ -6,6 +6,7 @@ import figures
 import jax
 import memory_table
 import pytest
+from helpers import make_origin
 from matplotlib.image import imread
 
 import optax_accum
@@ -41,18 +42,7 @@ def make_results():
         for batch_size in (16, 64)
         for count in (1, 2, 4)
     ]
-    return {
-        "date": "2030-01-02",
-        "commit": None,
-        "hardware": {
-            "platform": "cpu",
-            "device": "cpu",
-            "cpu_count": 2,
-            "cpu_model": "Abacus",
-        },
-        "versions": {"jax": "0.9"},
-        "records": records,
-    }
+    return make_origin() | {"records": records}
 
 
 def test_there_is_a_record_of_each_step(results):
@@ -128,7 +118,7 @@ def test_render_gives_a_figure_and_a_table_for_each_model():
 ![Memory of a train step over N, of two models](benchmarks/results/memory_table.png)
 
 | small, batch size | N = 1 | N = 2 | N = 4 |
-| ---: | ---: | ---: | ---: |
+| --- | ---: | ---: | ---: |
 | 16 | 16.25 | 8.25 | 4.25 |
 | 64 | 64.25 | 32.25 | 16.25 |
 

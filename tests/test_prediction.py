@@ -6,6 +6,7 @@ import math
 import prediction
 import pytest
 import shapes
+from helpers import make_origin
 
 
 def make_results(**changed):
@@ -25,11 +26,7 @@ def make_results(**changed):
         "num_microbatches": 4,
         "next_larger": 2,
     }
-    return {
-        "date": "2030-01-02",
-        "commit": None,
-        "hardware": {"platform": "gpu", "device": "Abacus"},
-        "versions": {"python": "3.11"},
+    return make_origin() | {
         "optimizer": "AdamW",
         "plans": [plan | changed],
         "records": [
