@@ -548,6 +548,7 @@ def test_flax_nnx():
 # -- Dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", ["gain", "shift"])
 def test_sums_of_16_bit_parameters_have_32(narrow):
     """Beside a float32 one in the same scan, before and after it."""
@@ -716,6 +717,7 @@ def masked_layers(p, batch):
     return mean(h**2, where=batch["mask"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [True, False])
 def test_inside_shard_map(alike):
     """Parameters alike on all devices, whose gradient JAX sums, or each one's own.

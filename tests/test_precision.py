@@ -172,6 +172,7 @@ REAL = ["float32", "float64", "bfloat16", "float16"]
 PAIRS = [*itertools.product(REAL, REAL), *itertools.product(DTYPES[4:], DTYPES[4:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("param", "grad"), PAIRS)
 def test_dtypes_of_the_transformation(param, grad, x64):
     """Parameters x gradients: sums follow the parameters, updates the gradients."""
@@ -254,6 +255,7 @@ def test_what_is_infinite_stays_infinite(compensated):
     assert updates[-1] == -np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_python_numbers_follow_the_dtype_of_a_term(n, x64):
     """As in ``jnp.mean(x) + 0.5``, also where JAX has doubles."""

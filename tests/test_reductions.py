@@ -214,6 +214,7 @@ def test_a_train_step_reports_the_same():
 # -- What it costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marker", [Sum, Max, Last, lambda x: Mean(x, 1.0)])
 def test_memory_of_what_is_reported_does_not_grow_with_n(marker):
     """The twin, a stack, has an array for each micro-batch."""

@@ -145,6 +145,7 @@ def test_the_mean_reaches_the_optimizer_in_the_dtype_of_the_sum():
 # -- The literal loop of the field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_a_scan_with_accumulate_inside_gives_the_same_parameters(name):
     """Micro-batches scanned, zeros applied until the Nth, as people write it."""

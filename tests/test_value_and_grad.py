@@ -440,6 +440,7 @@ def test_unroll_changes_the_loop_and_not_the_result(params, batch):
 # -- dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_come_in_the_dtype_of_the_argument(

@@ -367,6 +367,7 @@ def test_further_arguments_reach_the_loss_whole():
     assert apply(state, window)[0].params == -2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("split", [(1, 1, 1, 1), (2, 2), (1, 3)])
 def test_keys_and_model_state_run_through_the_window(make, split):
