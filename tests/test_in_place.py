@@ -476,6 +476,12 @@ WORST = {
     order=st.permutations(VECTORS + STACKS),
     reverse=st.booleans(),
 )
+@example(  # a gradient that is zero throughout
+    form="nested, of the carry",
+    computed=set(),
+    order=["c1", "c2", "h", "x1", "x2", "x3"],
+    reverse=False,
+)
 def test_any_order_of_what_a_scan_takes(**scan):
     # A chain of some 50 sines and products, and of sums that cancel to a tenth.
     assert mixed_error(mixed_loss(**scan)) <= 1e-4
