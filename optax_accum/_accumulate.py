@@ -4,7 +4,7 @@ Letters: ``k`` calls make a window; ``P`` is one parameter-sized buffer.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import SupportsIndex, get_args
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum._axes import check_axes
 from optax_accum._call import (
     AccumulateUpdateFn,
     OnSkip,
@@ -34,6 +35,7 @@ def accumulate(
     compensated: bool = False,
     skip_fn: SkipFn | None = None,
     on_skip: OnSkip = "microbatch",
+    reduce_axes: str | Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Steps `inner` once for every `every_k` calls, with the mean of their gradients.
 
@@ -84,6 +86,18 @@ def accumulate(
       on_skip: what becomes of a skipped call. ``"microbatch"``: it counts as a call
         and weighs nothing, so that boundaries never shift. ``"window"``: its whole
         window is thrown away. ``"ignore"``: as if it had never been made.
+      reduce_axes: mesh axes of a ``shard_map`` in which all of this happens, ``init``
+        too, on the gradients of each device's own rows. Each adds up its own, and the
+        sums are added up over devices once, at the boundary, where `inner` gets the
+        mean over all of them. A call is one of all devices: weights are added up over
+        them; a device whose gradient is skipped weighs nothing, or costs all of them
+        the window (``"window"``); a call is ignored (``"ignore"``) where all skip it.
+        Gradients must be local: those with respect to parameters that JAX knows to be
+        equal on all devices it has summed already, so differentiate at
+        ``jax.lax.pcast(params, reduce_axes, to="varying")``. While a window is open,
+        `acc_grads` differs from device to device, so open and close windows inside;
+        what passes to the next ``shard_map`` is `inner_opt_state`:
+        ``init(params)._replace(inner_opt_state=...)``.
 
     Returns:
       A ``GradientTransformationExtraArgs`` whose state is an `AccumulateState`.
@@ -119,6 +133,7 @@ def accumulate(
         accumulator=check_accumulator("accumulate", accumulator_dtype, compensated),
         skip_fn=skip_fn,
         on_skip=on_skip,
+        reduce_axes=check_axes("accumulate(reduce_axes=...)", reduce_axes),
     )
 
     def init_fn(params):

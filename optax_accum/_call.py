@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optax_accum._axes import count_devices, manual_axes, varies, vary
 from optax_accum._checks import check_flag, check_scalar, check_weight
-from optax_accum._numerics import add, cast_as, settle, weight_dtype
+from optax_accum._mesh import on_mesh_of
+from optax_accum._numerics import add, cast_as, kind_of, settle, weight_dtype
 from optax_accum._optimizer import Flag, apply_updates, step_if, update_inner
 from optax_accum._skip import SkipFn
-from optax_accum._sums import Accumulator, zero_sums
+from optax_accum._sums import Accumulator, read_sums, zero_sums
 from optax_accum._window import (
     Reduction,
     Window,
@@ -66,6 +68,7 @@ class Rules(NamedTuple):
     accumulator: Accumulator
     skip_fn: SkipFn | None
     on_skip: OnSkip
+    reduce_axes: tuple[str, ...] = ()
 
     @property
     def every_call(self) -> bool:
@@ -101,10 +104,11 @@ class AccumulateUpdateFn:
         def finish(inner_updates):
             return cast_as(inner_updates, outgoing)
 
-        def stand():
+        def stand(step):
             # zeros_like: the sharding of a gradient, and the axes over which it varies.
+            like = jax.eval_shape(step)[0] if rules.reduce_axes else updates
             return jax.tree.map(
-                lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, updates
+                lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, like
             )
 
         return _advance(rules, state, call, finish, stand)
@@ -126,19 +130,28 @@ class AccumulateUpdateFn:
             state,
             call,
             finish=lambda updates: apply_updates(params, updates),
-            stand=lambda: params,
+            stand=lambda step: params,
         )
 
 
 class _Call(NamedTuple):
     """What a call was given."""
 
-    window: Window  # of this call alone
-    skip: Flag
-    emit: Flag
+    window: Window  # of this call alone; under `reduce_axes`, of this device alone
+    shared: "_Shared"
     incoming: Any  # a tree of the dtypes in which `inner` alone would receive gradients
     params: optax.Params | None
     extra_args: dict[str, Any]  # those of `inner`
+
+
+class _Shared(NamedTuple):
+    """What all devices must know of a call, so that they take the same branch."""
+
+    weight: float | jax.Array
+    skips: int | jax.Array  # how many devices skip it
+    skipped: Flag  # whether one does
+    counted: Flag  # whether one does not
+    emit: Flag
 
 
 class _Progress(NamedTuple):
@@ -152,31 +165,37 @@ class _Progress(NamedTuple):
 
 
 def init_state(rules: Rules, params: optax.Params) -> AccumulateState:
+    _check_inside("init(params)", rules.reduce_axes)
     scalar = weight_dtype(params, rules.accumulator.dtype)
     sums = zero_sums(params, rules.accumulator)
-    return AccumulateState(
+    state = AccumulateState(
         mini_step=jnp.zeros((), jnp.int32),
         gradient_step=jnp.zeros((), jnp.int32),
         inner_opt_state=settle(rules.inner.init(params)),
-        acc_grads=() if rules.every_call else sums,
+        acc_grads=() if rules.every_call else vary(sums, rules.reduce_axes),
         acc_weight=jnp.zeros((), scalar),
-        acc_value=jnp.zeros((), scalar),
+        acc_value=vary(jnp.zeros((), scalar), rules.reduce_axes),
         emitted=jnp.zeros((), bool),
         skipped=jnp.zeros((), jnp.int32),
         dropped=jnp.zeros((), bool),
     )
+    return on_mesh_of(params, state)
 
 
 def _make_call(
     rules, state, grads, incoming, params, *, weight=1, value=None, emit=None, **others
 ) -> _Call:
     """A call, if it was given what it must be."""
+    axes = rules.reduce_axes
     _check_made_for(state, grads, rules.every_call)
+    _check_inside("update(updates, state)", axes)
+    _check_local(grads, axes)
     skip = _decide(rules.skip_fn, grads, params)
+    emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
+    window = Window(grads, _weigh(weight, skip), _check_value(value))
     return _Call(
-        window=Window(grads, _weigh(weight, skip), _check_value(value)),
-        skip=skip,
-        emit=emit is not None and check_flag("accumulate(...).update(emit=...)", emit),
+        window=window,
+        shared=_share(axes, window.weight, skip, emit, state.acc_weight.dtype),
         incoming=incoming,
         params=params,
         extra_args=others,
@@ -188,28 +207,39 @@ def _advance(
     state: AccumulateState,
     call: _Call,
     finish: Callable[[optax.Updates], Any],
-    stand: Callable[[], Any],
+    stand: Callable[[Callable], Any],
 ) -> tuple[Any, AccumulateState]:
-    """One call: what `finish` makes of the updates of a step, else ``stand()``."""
+    """One call: what `finish` makes of the updates of a step, else ``stand(step)``."""
     progress = _add(rules, state, call)
 
     def step():
-        if rules.every_call:
-            mean = reduce_call(call.window, rules.reduction)
-        else:
-            mean = reduce_window(progress.window, call.window, rules.reduction)
+        mean = _mean_of(rules, progress.window, call.window)
         updates, inner_state = _update_inner(rules, state, call, mean)
         return finish(updates), inner_state
 
     inner_state = state.inner_opt_state
-    result, inner_state = step_if(progress.steps, step, stand, inner_state)
+    result, inner_state = step_if(
+        progress.steps, step, lambda: stand(step), inner_state
+    )
     state = state._replace(
         gradient_step=_count(state.gradient_step, progress.steps),
         inner_opt_state=inner_state,
         emitted=jnp.asarray(progress.steps),
-        skipped=_count(state.skipped, call.skip),
+        skipped=_count(state.skipped, call.shared.skips),
     )
     return result, state if rules.every_call else _keep_window(state, progress)
+
+
+def _mean_of(rules: Rules, window: Window, call: Window) -> Window:
+    """What the wrapped optimizer receives where `call` closes `window`."""
+    if rules.every_call and not rules.reduce_axes:
+        return reduce_call(call, rules.reduction)
+    if rules.reduce_axes:  # inside the branch, which all devices take
+        value = None if call.value is None else window.value
+        sums = read_sums(window.grads), value
+        grads, value = jax.lax.psum(sums, rules.reduce_axes)
+        window = window._replace(grads=grads, value=value)
+    return reduce_window(window, call, rules.reduction)
 
 
 def _update_inner(
@@ -224,20 +254,30 @@ def _update_inner(
 
 def _add(rules: Rules, state: AccumulateState, call: _Call) -> _Progress:
     """The window with `call` in it, and whether that closes it."""
-    skip = call.skip
+    shared = call.shared
     drops = rules.skip_fn is not None and rules.on_skip == "window"
-    dropped = state.dropped | skip if drops else False
+    dropped = state.dropped | shared.skipped if drops else False
     if rules.every_call:
-        window, mini_step, closes = call.window, state.mini_step, True
+        window, mini_step, closes = _alone(rules, call), state.mini_step, True
     else:
         sums = Window(state.acc_grads, state.acc_weight, state.acc_value)
-        window = add_call(sums, call.window)
-        counted = _not(skip) if rules.on_skip == "ignore" else True
+        window = add_call(sums, call.window, shared.weight)
+        counted = shared.counted if rules.on_skip == "ignore" else True
         mini_step = add(state.mini_step, counted)
         full = mini_step >= window_length(rules.every_k, state.gradient_step)
-        closes = full & counted | call.emit
+        closes = full & counted | shared.emit
     steps = closes & (window.weight != 0) & _not(dropped)
     return _Progress(window, mini_step, dropped, closes, steps)
+
+
+def _alone(rules: Rules, call: _Call) -> Window:
+    """A call that is its own window."""
+    if not rules.reduce_axes:
+        return call.window
+    grads, accumulator = call.window.grads, rules.accumulator
+    value = jnp.zeros((), weight_dtype(grads, accumulator.dtype))
+    none = Window(zero_sums(grads, accumulator), 0.0, value)
+    return add_call(none, call.window, call.shared.weight)
 
 
 def _keep_window(state: AccumulateState, progress: _Progress) -> AccumulateState:
@@ -256,6 +296,25 @@ def _decide(skip_fn: SkipFn | None, grads: Any, params: Any) -> Flag:
     if skip_fn is None:
         return False
     return check_flag("accumulate(skip_fn=...)", skip_fn(grads, params))
+
+
+def _share(
+    axes: tuple[str, ...],
+    weight: float | jax.Array,
+    skip: Flag,
+    emit: Flag,
+    dtype: jnp.dtype,
+) -> _Shared:
+    """Weight and decisions of all devices, by one reduction of three scalars."""
+    if not axes:
+        return _Shared(weight, skip, skip, _not(skip), emit)
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in (weight, emit))
+    if is_known and skip is False:
+        return _Shared(count_devices(axes) * weight, 0, False, True, emit)
+    own = jnp.stack([jnp.asarray(x).astype(dtype) for x in (weight, skip, emit)])
+    weight, skips, emits = jax.lax.psum(own, axes)
+    is_counted = skips != count_devices(axes)
+    return _Shared(weight, skips, skips != 0, is_counted, emits != 0)
 
 
 def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
@@ -279,8 +338,13 @@ def _zero_if(flag: Flag, x: ArrayLike) -> jax.Array:
     return jnp.where(flag, jnp.zeros_like(x), x)
 
 
-def _count(counter: jax.Array, happened: Flag) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(counter), counter)
+def _count(counter: jax.Array, times: Flag | ArrayLike) -> jax.Array:
+    """`counter` and so many more, or as many as there can be."""
+    if times is False:
+        return counter
+    most = jnp.iinfo(counter.dtype).max
+    times = jnp.asarray(times).astype(counter.dtype)
+    return jnp.where(counter > most - times, most, counter + times)
 
 
 def _not(flag: Flag) -> Flag:
@@ -305,6 +369,29 @@ def _check_value(value: Any) -> jax.Array | None:
         return None
     check_scalar("accumulate(...).update(value=...)", value, "a real number")
     return jnp.asarray(value)
+
+
+def _check_inside(call: str, axes: tuple[str, ...]) -> None:
+    if not set(axes) <= manual_axes():
+        raise ValueError(
+            f"`accumulate(reduce_axes={axes})` must be used inside a `shard_map` over "
+            f"these axes, got `{call}` inside one over {sorted(manual_axes())}; a step "
+            "of `make_train_step` takes `reduce_axes` itself."
+        )
+
+
+def _check_local(grads: Any, axes: tuple[str, ...]) -> None:
+    """Gradients that JAX has summed over devices would be summed twice."""
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        summed = [axis for axis in axes if not varies(grad, axis)]
+        if summed:
+            raise ValueError(
+                f"`accumulate(reduce_axes={axes}).update` must be given the gradients "
+                f"of each device's own rows, got {kind_of(grad)} at "
+                f"{jax.tree_util.keystr(path) or 'the top'}, which is the same on all "
+                f"along {summed}: JAX has summed it; differentiate at "
+                "`jax.lax.pcast(params, reduce_axes, to='varying')`."
+            )
 
 
 def _check_made_for(state: Any, updates: Any, every_call: bool) -> None:

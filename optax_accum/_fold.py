@@ -82,6 +82,35 @@ def gather(merged: Any, kept: Any, rest: Any, form: Any, split: Split) -> Any:
     return map_markers(together, form, merged, kept, *rests)
 
 
+def stack_whole(markers: Any) -> Any:
+    """Markers of a batch that is its own and only micro-batch.
+
+    A stack has one entry.
+    """
+
+    def stacked(marker):
+        if not isinstance(marker, Stack):
+            return marker
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), marker)
+
+    return map_markers(stacked, markers)
+
+
+def over_devices(markers: Any, axes: tuple[str, ...]) -> Any:
+    """Markers of all micro-batches of all devices together.
+
+    What has an entry for each row or micro-batch stays where it is.
+    """
+    if not axes:
+        return markers
+
+    def together(marker):
+        is_one = isinstance(marker, Mergeable)
+        return marker.over_devices(axes) if is_one else marker
+
+    return map_markers(together, markers)
+
+
 def values_of(markers: Any) -> Any:
     """What is reported of each."""
     return map_markers(lambda marker: marker.value, markers)
@@ -90,17 +119,13 @@ def values_of(markers: Any) -> Any:
 def values_of_whole(outputs: Any) -> Any:
     """What is reported of a batch that is its own and only micro-batch.
 
-    A plain scalar is its own mean, and a stack has one entry.
+    A plain scalar is its own mean.
     """
 
     def value(leaf):
-        if not isinstance(leaf, Marker):
-            return widen(leaf)
-        if isinstance(leaf, Stack):
-            return jax.tree.map(lambda x: jnp.expand_dims(x, 0), leaf.value)
-        return leaf.value
+        return leaf.value if isinstance(leaf, Marker) else widen(leaf)
 
-    return map_markers(value, outputs)
+    return map_markers(value, stack_whole(outputs))
 
 
 def _append(stacked: jax.Array, *last: jax.Array) -> jax.Array:

@@ -7,10 +7,13 @@ import jax
 from jax.typing import ArrayLike
 
 from optax_accum._arguments import Place, Roles, find, replace, values_at
+from optax_accum._axes import count_devices, number_of_device
 from optax_accum._checks import check_callable, check_index, check_unroll
 from optax_accum._numerics import is_inexact, kind_of, settle
-from optax_accum._outputs import Output, read_output
+from optax_accum._outputs import Output, as_share, read_output
+from optax_accum._placement import Placement
 from optax_accum._split import Split, check_split, count_rows, fold_keys, split_rows
+from optax_accum._spread import Spread
 
 
 class Job(NamedTuple):
@@ -19,7 +22,8 @@ class Job(NamedTuple):
     caller: str  # whose errors there are
     # (trained, microbatch, index, carry, rows) -> Output
     call: Callable[[tuple, tuple, ArrayLike, tuple, int], Output]
-    trained: tuple[Any, ...]  # the differentiated arguments
+    trained: tuple[Any, ...]  # the differentiated arguments, as the loop gets them
+    placement: Placement  # what must be done to have them whole, and their sums
     batch: tuple[Any, ...]
     carry: tuple[Any, ...]  # the carried argument, if any
     split: Split
@@ -27,6 +31,16 @@ class Job(NamedTuple):
     unroll: int | bool
     labels: tuple[str, ...]  # what an error shall call the leaves of `trained`
     first: ArrayLike = 0  # the number of its first micro-batch
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those over which devices share the rows."""
+        return self.placement.axes
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows there are go through the model at once."""
+        return self.split.is_whole and not self.axes
 
 
 def prepare(
@@ -39,8 +53,12 @@ def prepare(
     has_aux: bool,
     batch_axis: int,
     unroll: int | bool,
+    spread: Spread,
 ) -> Callable[[Roles, Sequence, dict[str, Any]], Job]:
-    """What makes a `Job` of every call of `fun`, with these options checked."""
+    """What makes a `Job` of every call of `fun`, with these options checked.
+
+    Where devices share the rows, each of them makes one of its own.
+    """
     options = check_split(caller, num_microbatches, microbatch_size, group_size)
     axis = check_index(f"{caller}(batch_axis=...)", batch_axis)
     unroll = check_unroll(caller, unroll)
@@ -49,22 +67,36 @@ def prepare(
     def job(roles, args, kwargs):
         places = find(caller, roles, args, kwargs)
         trained, batch, rng, carry = values_at(places, args, kwargs)
-        named = _labelled(places.differentiated, trained)
+        named = labelled(places.differentiated, trained)
         check_floats(caller, named)
-        rows = count_rows(caller, _labelled(places.split, batch), axis)
+        labels = tuple(label for label, _ in label_leaves(named))
+        placement = spread.place(caller, trained, labels)
+        axes = placement.axes
+        rows = count_rows(caller, labelled(places.split, batch), axis)
+
+        def fold(index):
+            keys = fold_keys(rng, index)
+            return fold_keys(keys, number_of_device(axes)) if axes else keys
 
         def call(trained, microbatch, index, carry, rows):
-            keys = fold_keys(rng, index) if rng else rng
-            values = Roles(trained, microbatch, keys, carry)
+            values = Roles(trained, microbatch, fold(index) if rng else rng, carry)
             micro_args, micro_kwargs = replace(args, kwargs, places, values)
             returned = fun(*micro_args, **micro_kwargs)
-            old = _labelled(places.carried, carry)
-            return read_output(caller, returned, old, has_aux, rows)
+            old = labelled(places.carried, carry)
+            output = read_output(caller, returned, old, has_aux, rows)
+            return as_share(caller, output, axes)
 
-        split = split_rows(rows, *options)
-        labels = tuple(label for label, _ in _leaves_of(named))
         return Job(
-            caller, call, trained, batch, settle(carry), split, axis, unroll, labels
+            caller=caller,
+            call=call,
+            trained=placement.open_call(trained),
+            placement=placement,
+            batch=batch,
+            carry=settle(carry),
+            split=split_rows(rows, *options, count_devices(axes) if axes else 1),
+            axis=axis,
+            unroll=unroll,
+            labels=labels,
         )
 
     return job
@@ -77,7 +109,7 @@ def check_floats(caller: str, arguments: dict[str, Any]) -> None:
     """Only floats have a gradient; every leaf that is none is named."""
     wrong = [
         f"{label} ({kind_of(leaf)})"
-        for label, leaf in _leaves_of(arguments)
+        for label, leaf in label_leaves(arguments)
         if not is_inexact(leaf)
     ]
     if wrong:
@@ -87,7 +119,7 @@ def check_floats(caller: str, arguments: dict[str, Any]) -> None:
         )
 
 
-def _leaves_of(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+def label_leaves(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     """Every leaf, under the name that an error shall call it by."""
     return [
         (name + jax.tree_util.keystr(path), leaf)
@@ -96,6 +128,6 @@ def _leaves_of(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _labelled(places: tuple[Place, ...], values: tuple) -> dict[str, Any]:
+def labelled(places: tuple[Place, ...], values: tuple) -> dict[str, Any]:
     labels = [place.label for place in places]
     return dict(zip(labels, values, strict=True))

@@ -78,11 +78,11 @@ def measure_of(loss: Any, counted: tuple[jax.Array, ...], split: Split) -> Measu
     def denominator(term):
         if isinstance(term, Mean):
             return next(denominators)
-        return 1 if isinstance(term, Sum) else split.rows
+        return 1 if isinstance(term, Sum) else split.total_rows
 
     # N parts: each gradient is then as large as the mean one, which matters where it
     # has 16 bits.
-    return Measure(tuple(map(denominator, terms)), split.num_microbatches)
+    return Measure(tuple(map(denominator, terms)), split.total_microbatches)
 
 
 def unit_of(loss: Any, split: Split) -> float:
@@ -172,7 +172,7 @@ def divide_gradients(sums: Any, loss: Any, whole: Any, split: Split) -> Any:
         weight = jnp.where(whole.weight == 0, jnp.ones_like(whole.weight), whole.weight)
         divisor = divide(weight, unit_of(loss, split))
     elif isinstance(loss, Term):
-        divisor = 1 if isinstance(loss, Sum) else split.num_microbatches
+        divisor = 1 if isinstance(loss, Sum) else split.total_microbatches
     else:
         divisor = split.shares
     return jax.tree.map(lambda total: divide(total, divisor), sums)
@@ -230,8 +230,8 @@ def check_varies_alike(sums: Any, weight: jax.Array) -> None:
             raise ValueError(
                 "a loss inside `shard_map` must have a weight of all devices where its "
                 f"gradient is summed over them, got one that varies over {sorted(axes)}"
-                "; sum total and weight in the loss, `jax.lax.psum`, or give "
-                "parameters that vary, `jax.lax.pcast(params, axes, to='varying')`."
+                f"; say `reduce_axes={tuple(sorted(axes))}`, or give parameters that "
+                "vary, `jax.lax.pcast(params, axes, to='varying')`."
             )
 
 

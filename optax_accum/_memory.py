@@ -44,6 +44,7 @@ def memory_of(
     args: Sequence,
     extra: dict[str, Any],
     accumulator: Accumulator | None,
+    whole_over: tuple[str, ...] = (),
 ) -> Memory:
     """What a step needs that takes a `TrainState` first.
 
@@ -57,6 +58,7 @@ def memory_of(
       args: arrays or their types, a `TrainState` first.
       extra: those passed by keyword.
       accumulator: how the step keeps sums; None where it keeps none.
+      whole_over: mesh axes over which parameters are sharded, and sums are not.
     """
     planned: Any = compiled.memory_analysis()
     shardings, extra_shardings = compiled.input_shardings
@@ -70,7 +72,8 @@ def memory_of(
     opt_state = bytes_of(state.opt_state, placed.opt_state)
     window = bytes_of(_window_sums(state.opt_state), _window_sums(placed.opt_state))
     temporary = planned.temp_size_in_bytes
-    sums = min(temporary, _bytes_of_sums(state.params, placed.params, accumulator))
+    summed = jax.tree.map(lambda s: _whole(s, whole_over), placed.params)
+    sums = min(temporary, _bytes_of_sums(state.params, summed, accumulator))
     beside = arguments - params - opt_state + closed_over + fresh
     return Memory(
         params=params,
@@ -135,6 +138,18 @@ def _bytes_of_sums(params: Any, placed: Any, accumulator: Accumulator | None) ->
     shards = jax.tree.map(shard, params, placed)
     sums = jax.eval_shape(lambda tree: zero_sums(tree, accumulator), shards)
     return sum(_bytes_of_leaf(x, None) for x in jax.tree.leaves(sums))
+
+
+def _whole(sharding: Any, axes: tuple[str, ...]) -> Any:
+    """`sharding`, but not over these axes."""
+    if not axes or not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+
+    def kept(entry):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(name for name in names if name not in axes)
+
+    return sharding.update(spec=jax.sharding.PartitionSpec(*map(kept, sharding.spec)))
 
 
 def _window_sums(opt_state: Any) -> list[Any]:

@@ -5,15 +5,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_accum._axes import vary
 from optax_accum._numerics import (
     find_difference,
     is_inexact,
     kind_of,
     scale,
     settle,
+    varying_axes,
     weight_dtype,
 )
-from optax_accum._reductions import Concat, Marker, is_marker, map_markers
+from optax_accum._reductions import Concat, Last, Marker, is_marker, map_markers
 from optax_accum._terms import (
     Mean,
     RowMean,
@@ -66,6 +68,43 @@ def read_output(
     _check_loss(caller, loss)
     _check_aux(caller, aux, rows)
     return Output(settle(loss), settle(aux), _check_carry(caller, tuple(new), carry))
+
+
+def as_share(caller: str, output: Output, axes: tuple[str, ...]) -> Output:
+    """`output` as the share of one device, of those along `axes`.
+
+    What is put together over devices is the share of each, whatever it was made of; of
+    what there is once for all of them, JAX's types tell whether it is the same, inside
+    a ``shard_map`` that has them.
+
+    Args:
+      caller: whose error it is if it is not.
+      output: what a micro-batch came to.
+      axes: those of a ``shard_map``.
+    """
+
+    def share(marker):
+        is_last = isinstance(marker, Last)
+        if is_last:
+            _check_agreement(caller, marker, axes)
+        return marker if is_last else vary(marker, axes)
+
+    _check_agreement(caller, output.carry, axes)
+    loss, aux = vary(output.loss, axes), map_markers(share, output.aux)
+    return output._replace(loss=loss, aux=aux)
+
+
+def _check_agreement(caller: str, tree: Any, axes: tuple[str, ...]) -> None:
+    for leaf in jax.tree.leaves(tree):
+        differs = [axis for axis in axes if axis in varying_axes(leaf)]
+        if differs:
+            raise ValueError(
+                f"`{caller}(reduce_axes=...)` must be given a function whose carried "
+                "state, and whose `Last`, are the same on all devices, got "
+                f"{kind_of(leaf)} that differs along {differs}; reduce it, by "
+                "`jax.lax.pmean` or the `axis_name` of a BatchNorm, or report it as a "
+                "`Mean`, `Stack` or `Concat`."
+            )
 
 
 def as_markers(output: Output, weight: int, total_weight: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Planning before anything runs: what users call."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from optax_accum._checks import (
 )
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._numerics import kind_of
+from optax_accum._placement import Gather
 from optax_accum._plan import Plan
 from optax_accum._planner import make_plan
 from optax_accum._split import check_split
+from optax_accum._spread import Mesh, check_spread
 from optax_accum._state import check_made_by
 from optax_accum._sums import check_accumulator
 from optax_accum._train_step import make_train_step
@@ -42,6 +44,10 @@ def plan_microbatches(
     compensated: bool = False,
     in_place: bool = False,
     unroll: int | bool = 1,
+    reduce_axes: str | Sequence[str] = (),
+    param_specs: Any = None,
+    gather: Gather | None = None,
+    mesh: Mesh | None = None,
     donate: bool = True,
 ) -> Plan:
     """Finds the largest micro-batch with which a train step fits, without running it.
@@ -99,6 +105,10 @@ def plan_microbatches(
       compensated: see there.
       in_place: see there.
       unroll: see there.
+      reduce_axes: see there. N is then the number of micro-batches on each device.
+      param_specs: see there.
+      gather: see there.
+      mesh: see there.
       donate: see there.
 
     Returns:
@@ -134,6 +144,7 @@ def plan_microbatches(
     accumulator = check_accumulator(
         "plan_microbatches", accumulator_dtype, compensated, in_place
     )
+    spread = check_spread("plan_microbatches", reduce_axes, param_specs, gather, mesh)
     options = dict(
         group_size=group_size,
         has_aux=has_aux,
@@ -142,6 +153,10 @@ def plan_microbatches(
         compensated=compensated,
         in_place=in_place,
         unroll=unroll,
+        reduce_axes=reduce_axes,
+        param_specs=param_specs,
+        gather=gather,
+        mesh=mesh,
         donate=donate,
     )
     return make_plan(
@@ -155,6 +170,7 @@ def plan_microbatches(
         group_size=group_size,
         batch_axis=batch_axis,
         accumulator=None if factory else accumulator,
+        spread=spread,
         exhaustive=exhaustive,
     )
 

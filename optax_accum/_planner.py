@@ -13,6 +13,7 @@ from optax_accum._plan import Plan
 from optax_accum._progress import progress_bar
 from optax_accum._search import Search, bisect, most_trials, try_all
 from optax_accum._split import count_rows, count_shards, equal_splits
+from optax_accum._spread import Spread, count_sharers
 from optax_accum._sums import Accumulator
 from optax_accum._trials import Candidate, Trials, make_trials, try_candidate
 
@@ -36,6 +37,7 @@ def make_plan(
     group_size: int,
     batch_axis: int,
     accumulator: Accumulator | None,
+    spread: Spread,
     exhaustive: bool = False,
 ) -> Plan:
     """The plan for one call of a step.
@@ -49,16 +51,26 @@ def make_plan(
       group_size: rows that stay together.
       batch_axis: the axis of the rows.
       accumulator: how a step of several micro-batches keeps sums; None for not at all.
+      spread: over which devices the step itself spreads the rows.
       exhaustive: whether to compile all candidates.
     """
     _check_no_trace(caller, args, extra)
     rows = count_rows(caller, {"batch": args[1]}, batch_axis)
-    shards = count_shards(args[1], batch_axis)
+    devices, shards = count_sharers(caller, spread, rows), 1
+    if devices == 1:
+        shards = count_shards(args[1], batch_axis)
     limit = bytes_of_limit(f"{caller}(memory_limit=...)", memory_limit, args)
     candidates = [
-        Candidate(n, rows // n) for n in equal_splits(rows, group_size, shards)
+        Candidate(n, rows // n)
+        for n in equal_splits(rows // devices, group_size, shards)
     ]
-    trials = make_trials(build, args, extra, lambda n: None if n == 1 else accumulator)
+    trials = make_trials(
+        build,
+        args,
+        extra,
+        lambda n: None if n == 1 else accumulator,
+        spread.axes if spread.gather == "call" else (),
+    )
     search = try_all if exhaustive else bisect
     table, chosen = _search(search, candidates, trials, limit)
     if chosen is None:

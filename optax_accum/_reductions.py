@@ -83,6 +83,10 @@ class Mergeable(Marker):
     def merged(self, later: Self) -> Self:
         """`merge`, of the same kind."""
 
+    @abc.abstractmethod
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        """Those of all devices along these axes of a ``shard_map``, put together."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Leafwise(Marker):
@@ -113,6 +117,10 @@ class _Extreme(_Leafwise, Mergeable):
     def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
         """One of two, entry by entry."""
 
+    @abc.abstractmethod
+    def choose_device(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """One of those that devices have, entry by entry."""
+
     def widened(self) -> Self:
         return type(self)(jax.tree.map(_comparable, self.x))
 
@@ -121,6 +129,17 @@ class _Extreme(_Leafwise, Mergeable):
 
     def merged(self, later: Self) -> Self:
         return type(self)(jax.tree.map(self.choose, self.value, later.value))
+
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        def over(x):
+            chosen = self.choose_device(x, axes)
+            if not is_inexact(x):
+                return chosen
+            # XLA's collectives of a CPU take a number rather than a NaN.
+            nans = jax.lax.psum(jnp.isnan(x).astype(jnp.int32), axes)
+            return jnp.where(nans == 0, chosen, jnp.full_like(chosen, jnp.nan))
+
+        return type(self)(jax.tree.map(over, self.value))
 
 
 @register
@@ -142,6 +161,9 @@ class Max(_Extreme):
     def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
         return jnp.maximum(x, y)
 
+    def choose_device(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.pmax(x, axes)
+
 
 @register
 class Min(_Extreme):
@@ -162,10 +184,13 @@ class Min(_Extreme):
     def choose(self, x: ArrayLike, y: ArrayLike) -> jax.Array:
         return jnp.minimum(x, y)
 
+    def choose_device(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return jax.lax.pmin(x, axes)
+
 
 @register
 class Last(_Leafwise, Mergeable):
-    """What the last micro-batch has.
+    """What the last micro-batch has. Under ``reduce_axes`` equal on all devices.
 
     Attributes:
       x: any arrays, or a pytree of them.
@@ -178,13 +203,17 @@ class Last(_Leafwise, Mergeable):
     def merged(self, later: Self) -> Self:
         return later
 
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        return self
+
 
 @register
 class Stack(_Leafwise):
     """All micro-batches' arrays along a new leading axis, in the order of their run.
 
     Memory grows with the number of micro-batches. A last, smaller micro-batch is one
-    more entry.
+    more entry. Under ``reduce_axes`` there are those of one device after those of
+    another.
 
     Attributes:
       x: any arrays, or a pytree of them.

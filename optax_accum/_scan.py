@@ -14,6 +14,8 @@ from optax_accum._fold import (
     check_last,
     fold,
     gather,
+    over_devices,
+    stack_whole,
     start,
     values_of,
     values_of_whole,
@@ -84,16 +86,18 @@ def accumulate_gradients(
     job: Job, accumulator: Accumulator
 ) -> tuple[Accumulated, Returned]:
     """The gradient and the outputs of the whole batch."""
-    if job.split.is_whole:
+    if job.is_whole:
         return _differentiate_whole(job, accumulator)
     form = form_of(job, accumulator)
     loss = form.output.loss
     counted = _count(job, form) if must_count(loss) else ()
     measure = measure_of(loss, counted, job.split)
     sums, whole, carry = sum_gradients(job, form, measure, accumulator)
+    sums = job.placement.close_call(read_sums(sums))
+    whole = over_devices(whole, job.axes)
 
     def divide(sums):
-        return divide_gradients(read_sums(sums), loss, whole["loss"], job.split)
+        return divide_gradients(sums, loss, whole["loss"], job.split)
 
     grads = write_over(divide, sums) if accumulator.in_place else divide(sums)
     return _result(job, form.output, whole, values_of(whole), grads, carry)
@@ -106,7 +110,7 @@ def sum_gradients(
     accumulator: Accumulator,
     earlier: Any = None,
 ) -> tuple[Any, Any, tuple]:
-    """Sums of the gradients of all micro-batches.
+    """Sums of the gradients of all micro-batches: where devices share them, its own.
 
     Args:
       job: the micro-batches.
@@ -125,8 +129,10 @@ def sum_gradients(
             output = job.call(trained, microbatch, index, carry, rows)
             return objective(output.loss, measure, rows), output
 
-        grads, output = jax.grad(micro_objective, has_aux=True)(job.trained)
+        trained = job.placement.open_microbatch(job.trained, index)
+        grads, output = jax.grad(micro_objective, has_aux=True)(trained)
         grads = weigh_gradients(grads, output.loss, measure, rows)
+        grads = job.placement.close_microbatch(grads, accumulator)
         return grads, as_markers(output, *job.split.weights(rows)), output.carry
 
     if earlier is None and job.split.is_whole:
@@ -143,6 +149,7 @@ def _sum_in_place(
     job: Job, form: Form, measure: Measure, earlier: Any
 ) -> tuple[Any, Any, tuple]:
     """The same, each gradient added while it is made: none stands beside the sums."""
+    _check_in_place(job)
     refs = new_refs(earlier)
 
     def visit(microbatch, index, carry, rows):
@@ -155,7 +162,8 @@ def _sum_in_place(
             micro_objective,
             job.trained,
             by_value=form.by_value,
-            counts_of=lambda output: anything_counts(output.loss),
+            # Of devices that share the rows each would have a branch of its own.
+            counts_of=lambda output: bool(job.axes) or anything_counts(output.loss),
             labels=job.labels,
         )
         return (), as_markers(output, *job.split.weights(rows)), output.carry
@@ -166,16 +174,18 @@ def _sum_in_place(
 
 def evaluate(job: Job) -> tuple[Accumulated, Returned]:
     """The outputs of the whole batch, without a gradient."""
-    if job.split.is_whole:
+    if job.is_whole:
         output = job.call(job.trained, job.batch, 0, job.carry, job.split.rows)
         return _result_of_whole(job, output, ())
     form, split = form_of(job), job.split
 
     def visit(microbatch, index, carry, rows):
-        output = job.call(job.trained, microbatch, index, carry, rows)
+        trained = job.placement.open_microbatch(job.trained, index)
+        output = job.call(trained, microbatch, index, carry, rows)
         return (), as_markers(output, *split.weights(rows)), output.carry
 
     _, whole, carry = _scan(job, visit, (), form.markers)
+    whole = over_devices(whole, job.axes)
     return _result(job, form.output, whole, values_of(whole), (), carry)
 
 
@@ -207,6 +217,7 @@ def form_of(job: Job, accumulator: Accumulator | None = None) -> Form:
         nonlocal by_value
         stacked = stack_microbatches(job.batch, split, job.axis)
         microbatch = take_microbatch(stacked, 0, split, job.axis)
+        trained = job.placement.open_microbatch(job.trained, job.first)
 
         def call(trained):
             return job.call(trained, microbatch, job.first, job.carry, rows)
@@ -218,10 +229,10 @@ def form_of(job: Job, accumulator: Accumulator | None = None) -> Form:
 
         if accumulator is not None and accumulator.in_place:
             by_value, output = find_by_value(
-                job.caller, call_objective, job.trained, accumulator, job.labels
+                job.caller, call_objective, trained, accumulator, job.labels
             )
         else:
-            output = call(job.trained)
+            output = call(trained)
         markers = as_markers(output, *split.weights(rows))
         return output, markers, weights_of(output.loss)
 
@@ -237,16 +248,18 @@ def _count(job: Job, form: Form) -> tuple[jax.Array, ...]:
     """
 
     def visit(microbatch, index, carry, rows):
-        output = job.call(job.trained, microbatch, index, carry, rows)
+        trained = job.placement.open_microbatch(job.trained, index)
+        output = job.call(trained, microbatch, index, carry, rows)
         return (), weights_of(output.loss), output.carry
 
     _, weights, _ = _scan(job, visit, (), form.weights)
-    return values_of(weights)
+    return values_of(over_devices(weights, job.axes))
 
 
 def _visit_whole(job: Job, visit: Callable) -> tuple[Any, Any, tuple]:
     """A batch that is its own and only micro-batch."""
-    return visit(job.batch, job.first, job.carry, job.split.rows)
+    grads, markers, carry = visit(job.batch, job.first, job.carry, job.split.rows)
+    return grads, stack_whole(markers), carry
 
 
 def _scan(job: Job, visit: Callable, sums: Any, form: Any) -> tuple[Any, Any, tuple]:
@@ -295,6 +308,15 @@ def _scan(job: Job, visit: Callable, sums: Any, form: Any) -> tuple[Any, Any, tu
     return sums, gather(merged, kept, rest, form, split), carry
 
 
+def _check_in_place(job: Job) -> None:
+    if job.placement.gathers_each:
+        raise ValueError(
+            f"`{job.caller}(in_place=True)` must come with `gather='call'` where "
+            "parameters are sharded over `reduce_axes`, got 'microbatch'; the backward "
+            "pass adds to whole sums, of which a device has but a part."
+        )
+
+
 # -- What comes of it
 
 
@@ -305,7 +327,7 @@ def _result(job, output, whole, values, grads, carry) -> tuple[Accumulated, Retu
         aux=values["aux"],
         grads=grads,
         carry=carry,
-        weight=weight_of(output.loss, whole["loss"], job.split.rows),
+        weight=weight_of(output.loss, whole["loss"], job.split.total_rows),
         counts=anything_counts(whole["loss"]),
     )
     return result, (output.loss, output.aux)

@@ -22,10 +22,21 @@ class Split(NamedTuple):
     microbatch_size: int  # m
     remainder: int  # rows of one more, smaller micro-batch; 0 for none
     group_size: int = 1  # neighbours that stay together
+    devices: int = 1  # each of which has as many rows, and splits them so
 
     @property
     def rows(self) -> int:
+        """Those of one device."""
         return self.num_microbatches * self.microbatch_size + self.remainder
+
+    @property
+    def total_rows(self) -> int:
+        return self.devices * self.rows
+
+    @property
+    def total_microbatches(self) -> int:
+        """Of the common size, on all devices."""
+        return self.devices * self.num_microbatches
 
     @property
     def is_whole(self) -> bool:
@@ -36,11 +47,11 @@ class Split(NamedTuple):
     def shares(self) -> float:
         """``B / m``: how many micro-batches of the common size the rows come to."""
         if not self.remainder:
-            return self.num_microbatches
-        return self.rows / self.microbatch_size
+            return self.total_microbatches
+        return self.total_rows / self.microbatch_size
 
     def weights(self, rows: int) -> tuple[int, int]:
-        """What a micro-batch of `rows` rows weighs by these, and all of them together.
+        """What a micro-batch of `rows` rows weighs by these, and all of a device.
 
         Integers, so that the mean of a constant is that constant.
         """
@@ -73,32 +84,41 @@ def check_split(
 
 
 def split_rows(
-    rows: int, num_microbatches: int | None, microbatch_size: int | None, group: int
+    rows: int,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    group: int,
+    devices: int = 1,
 ) -> Split:
     """The split of `rows` rows: N of equal size, or as many of size m as there are.
 
-    Not split where neither is given. Groups of neighbours stay together.
+    Not split where neither is given. Groups of neighbours stay together. All `devices`
+    do the same.
     """
     if rows % group:
         raise ValueError(
             f"`group_size` must divide the rows of the batch, got {group} for {rows} "
-            "rows; a group that lacks rows has no meaning."
+            f"rows{_on_each(devices)}; a group that lacks rows has no meaning."
         )
     if microbatch_size is not None:
         size = min(microbatch_size, rows)
-        return Split(rows // size, size, rows % size, group)
+        return Split(rows // size, size, rows % size, group, devices)
     if num_microbatches is None:
-        return Split(1, rows, 0, group)
+        return Split(1, rows, 0, group, devices)
     groups = rows // group
     if groups % num_microbatches:
         divisors = [n for n in range(1, groups + 1) if groups % n == 0]
         counted = f"{rows} rows" if group == 1 else f"{groups} groups of {group} rows"
         raise ValueError(
             f"`num_microbatches` must divide the rows of the batch, got "
-            f"{num_microbatches} for {counted}, which {divisors} divide; with "
-            "`microbatch_size` the last micro-batch may be smaller."
+            f"{num_microbatches} for {counted}{_on_each(devices)}, which {divisors} "
+            "divide; with `microbatch_size` the last micro-batch may be smaller."
         )
-    return Split(num_microbatches, rows // num_microbatches, 0, group)
+    return Split(num_microbatches, rows // num_microbatches, 0, group, devices)
+
+
+def _on_each(devices: int) -> str:
+    return "" if devices == 1 else f" on each of {devices} devices"
 
 
 def equal_splits(rows: int, group: int, shards: int) -> list[int]:
@@ -120,7 +140,7 @@ def count_shards(batch: Any, axis: int) -> int:
 
     def shards(leaf):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None or not _has_rows(leaf):
+        if sharding is None or not has_rows(leaf):
             return 1
         rows, local = np.shape(leaf)[axis], sharding.shard_shape(np.shape(leaf))[axis]
         return rows // local
@@ -139,7 +159,7 @@ def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:
     sizes = {}
     for name, argument in batch.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
-            if _has_rows(leaf):
+            if has_rows(leaf):
                 label = name + jax.tree_util.keystr(path)
                 sizes[label] = _size(label, np.shape(leaf), axis)
     if not sizes:
@@ -258,10 +278,11 @@ def _strides(split: Split) -> tuple[int, ...]:
 
 
 def _map_rows(fun, batch: Any) -> Any:
-    return jax.tree.map(lambda leaf: fun(leaf) if _has_rows(leaf) else leaf, batch)
+    return jax.tree.map(lambda leaf: fun(leaf) if has_rows(leaf) else leaf, batch)
 
 
-def _has_rows(leaf: Any) -> bool:
+def has_rows(leaf: Any) -> bool:
+    """Whether this leaf of a batch is split; what is no array with axes is not."""
     return is_array(leaf) and np.ndim(leaf) > 0
 
 

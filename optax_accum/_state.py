@@ -9,6 +9,7 @@ import optax
 from optax_accum._arguments import Argument, Roles
 from optax_accum._checks import check_optimizer
 from optax_accum._job import check_floats
+from optax_accum._mesh import on_mesh_of
 from optax_accum._numerics import find_difference, is_numeric, kind_of, settle
 from optax_accum._split import is_key
 
@@ -47,6 +48,9 @@ def init_train_state(
     and so is an array that occurs twice, as in tied weights or an optimizer that keeps
     the initial parameters, for a buffer can be given away once only.
 
+    Where the parameters are sharded, or replicated, over a mesh, whatever else lies on
+    one device alone is replicated on that mesh.
+
     Args:
       params: pytree of floating or complex arrays.
       optimizer: any optax optimizer, one wrapped by `accumulate` too.
@@ -70,15 +74,14 @@ def init_train_state(
     _check_arrays(params)
     _check_key(key)
     params = settle(params)
-    return _own(
-        TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=settle(optimizer.init(params)),
-            key=key,
-            model_state=settle(model_state),
-        )
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=settle(optimizer.init(params)),
+        key=key,
+        model_state=settle(model_state),
     )
+    return _own(on_mesh_of(params, state))
 
 
 def model_inputs(state: TrainState) -> tuple[Roles, dict[str, Any]]:

@@ -141,6 +141,11 @@ class Mean(Term):
             weight=add(one.weight, other.weight),
         )
 
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        one = self.widened()
+        total, weight = jax.lax.psum((one.total, one.weight), axes)
+        return dataclasses.replace(one, total=total, weight=weight)
+
     def scaled(self, factor: ArrayLike) -> Self:
         return dataclasses.replace(self, total=_scaled(self.total, factor))
 
@@ -165,6 +170,9 @@ class _Added(Term):
 
     def merged(self, later: Self) -> Self:
         return jax.tree.map(add, self.widened(), later.widened())
+
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        return dataclasses.replace(self, x=jax.lax.psum(self.widened().x, axes))
 
     def scaled(self, factor: ArrayLike) -> Self:
         return dataclasses.replace(self, x=_scaled(self.x, factor))
@@ -212,6 +220,10 @@ class RowMean(_Added):
     def value(self) -> Any:
         return divide(self.x, self.total_weight)
 
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        added, devices = super().over_devices(axes), jax.lax.axis_size(axes)
+        return dataclasses.replace(added, total_weight=devices * self.total_weight)
+
 
 def row_mean(x: ArrayLike, weight: int, total_weight: int) -> RowMean:
     """`x` as a `RowMean`."""
@@ -253,6 +265,9 @@ class Terms(Term):
 
     def merged(self, later: Self) -> Self:
         return self.map(lambda one, other: one.merge(other), later)
+
+    def over_devices(self, axes: tuple[str, ...]) -> Self:
+        return self.map(lambda term: term.over_devices(axes))
 
     def scaled(self, factor: ArrayLike) -> Self:
         def scaled(term):

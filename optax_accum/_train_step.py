@@ -11,14 +11,17 @@ from jax.typing import DTypeLike
 from optax_accum._arguments import Roles
 from optax_accum._auto import PlannedStep
 from optax_accum._checks import check_optimizer
-from optax_accum._job import Job, prepare
+from optax_accum._job import prepare
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._numerics import global_norm
+from optax_accum._over_devices import Call, run
+from optax_accum._placement import Gather
 from optax_accum._planner import make_plan
-from optax_accum._scan import accumulate_gradients
+from optax_accum._scan import Accumulated, Returned, accumulate_gradients
+from optax_accum._spread import Mesh, check_spread
 from optax_accum._state import check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
-from optax_accum._sums import Accumulator, check_accumulator
+from optax_accum._sums import check_accumulator
 
 
 def make_train_step(
@@ -35,6 +38,10 @@ def make_train_step(
     compensated: bool = False,
     in_place: bool = False,
     unroll: int | bool = 1,
+    reduce_axes: str | Sequence[str] = (),
+    param_specs: Any = None,
+    gather: Gather | None = None,
+    mesh: Mesh | None = None,
     donate: bool = True,
 ) -> jax.stages.Wrapped:
     """Makes a jitted step that trains on a large batch in micro-batches.
@@ -76,6 +83,11 @@ def make_train_step(
       compensated: as for `value_and_grad`; the mean reaches the optimizer in float32.
       in_place: as for `value_and_grad`. For models that scan over their layers.
       unroll: micro-batches in one iteration of the loop.
+      reduce_axes: as for `value_and_grad`: one reduction over devices a call. (Under
+        `accumulate` that is one for each call of a window.)
+      param_specs: as for `value_and_grad`, of the parameters.
+      gather: as for `value_and_grad`.
+      mesh: as for `value_and_grad`.
       donate: whether the step consumes the state it is given, which saves a copy. To
         use the old state after it is an error, "Array has been deleted": write
         ``state, metrics = train_step(state, batch)``, or say ``donate=False``.
@@ -115,6 +127,7 @@ def make_train_step(
     accumulator = check_accumulator(
         "make_train_step", accumulator_dtype, compensated, in_place
     )
+    spread = check_spread("make_train_step", reduce_axes, param_specs, gather, mesh)
     job = functools.partial(
         prepare,
         "make_train_step",
@@ -124,11 +137,24 @@ def make_train_step(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
+        spread=spread,
     )
 
     def build(num_microbatches):
         split_job = job(num_microbatches=num_microbatches)
-        return _jit_step(optimizer, split_job, accumulator, has_aux, donate)
+
+        def accumulate(roles, call):
+            return run(
+                "make_train_step",
+                spread,
+                split_job,
+                roles,
+                call,
+                batch_axis,
+                lambda called: accumulate_gradients(called, accumulator),
+            )
+
+        return _jit_step(optimizer, accumulate, has_aux, donate)
 
     if num_microbatches != "auto":
         _check_no_limit(memory_limit)
@@ -146,25 +172,25 @@ def make_train_step(
             group_size=group_size,
             batch_axis=batch_axis,
             accumulator=accumulator,
+            spread=spread,
         )
     )
 
 
 def _jit_step(
     optimizer: optax.GradientTransformationExtraArgs,
-    job: Callable[[Roles, Sequence, dict[str, Any]], Job],
-    accumulator: Accumulator,
+    accumulate: Callable[[Roles, Call], tuple[Accumulated, Returned]],
     has_aux: bool,
     donate: bool,
 ) -> jax.stages.Wrapped:
-    """The step that takes a batch as `job` splits it."""
+    """The step with the gradient that `accumulate` makes of a call of the loss."""
 
     def train_step(state, batch, *args, **extra):
         check_made_by("train_step(state, batch)", optimizer, state)
         check_emit("train_step(state, batch, emit=...)", state.opt_state, extra)
         roles, keywords = model_inputs(state)
-        called = job(roles, (state.params, batch, *args), keywords)
-        whole, (loss, _) = accumulate_gradients(called, accumulator)
+        call = (state.params, batch, *args), keywords
+        whole, (loss, _) = accumulate(roles, call)
         check_terms("train_step", loss, state.opt_state)
         norm = global_norm(whole.grads)
         return take_step(optimizer, state, whole, norm, extra, has_aux)

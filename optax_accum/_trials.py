@@ -55,6 +55,7 @@ def make_trials(
     args: Sequence,
     extra: dict[str, Any],
     accumulator_for: Callable[[int], Accumulator | None],
+    whole_over: tuple[str, ...] = (),
 ) -> Trials:
     """What tries steps on the types of a call.
 
@@ -63,6 +64,7 @@ def make_trials(
       args: arrays or their types, of which nothing is kept but the types.
       extra: those passed by keyword.
       accumulator_for: how that step keeps sums; None where it keeps none.
+      whole_over: mesh axes over which parameters are sharded, and sums are not.
     """
     args, extra = types_of((tuple(args), extra))
     step = functools.cache(build)
@@ -77,7 +79,7 @@ def make_trials(
                 return str(error).partition("\n")[0]
             raise
         accumulator = accumulator_for(num_microbatches)
-        return memory_of(traced, compiled, args, extra, accumulator)
+        return memory_of(traced, compiled, args, extra, accumulator, whole_over)
 
     return Trials(args, extra, step, memory)
 

@@ -6,16 +6,25 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from optax_accum._arguments import Roles, check_disjoint, name_arguments
+from optax_accum._arguments import (
+    Roles,
+    check_disjoint,
+    find,
+    name_arguments,
+    values_at,
+)
 from optax_accum._job import prepare
 from optax_accum._numerics import cast_as, widen
 from optax_accum._outputs import as_returned
+from optax_accum._over_devices import run
+from optax_accum._placement import Gather
 from optax_accum._scan import (
     Accumulated,
     Returned,
     accumulate_gradients,
     evaluate,
 )
+from optax_accum._spread import Mesh, check_spread
 from optax_accum._sums import check_accumulator
 
 
@@ -39,6 +48,10 @@ def value_and_grad(
     compensated: bool = False,
     in_place: bool = False,
     unroll: int | bool = 1,
+    reduce_axes: str | Sequence[str] = (),
+    param_specs: Any = None,
+    gather: Gather | None = None,
+    mesh: Mesh | None = None,
 ) -> Callable:
     r"""``jax.value_and_grad`` in micro-batches: same result, memory of one of them.
 
@@ -130,6 +143,32 @@ def value_and_grad(
         micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
         Those of an iteration may stand in memory together.
+      reduce_axes: the mesh axes over which devices share the rows, a name or several.
+        Each device takes its own rows through its own micro-batches, and the sums of
+        gradients are added up over devices once, after the last. (By default the
+        compiler decides, and as a rule devices exchange a whole gradient for every
+        micro-batch.) Rows, N, `microbatch_size` and `Stack` are then those of a device.
+        What `fun` returns for a micro-batch is put together over devices just as over
+        micro-batches, so that it need not reduce anything itself; it may, over these
+        axes, as a BatchNorm with ``axis_name`` does. A carried state and `Last` must be
+        the same on all devices, which is shown by tracing once more. Keys are folded
+        with the number of the device too. All other axes of the mesh are left to the
+        compiler, tensor parallelism in `fun` among them. Inside a ``shard_map`` over
+        these axes, `fun` gets what the device has, and results are those of all.
+      param_specs: how the differentiated arguments are sharded over `reduce_axes`
+        themselves (FSDP): a ``PartitionSpec`` or a sharding for every leaf, or for a
+        subtree; of other axes nothing is read. `fun` sees whole parameters, gradients
+        are returned so sharded. None: every device has them all. On Explicit axes this
+        is checked; on Auto ones it cannot be seen under ``jit``, and what is sharded
+        and not said to be is gathered for the call.
+      gather: for sharded parameters, ``"microbatch"`` (the default), to gather them and
+        to reduce and scatter their gradients in every micro-batch, which takes the
+        least memory; or ``"call"``, to gather once, sum whole gradients and reduce and
+        scatter once, which takes the least traffic. Over such of `reduce_axes` as a
+        parameter is not sharded over (HSDP) it is reduced once in any case. Gathered
+        are all parameters at a time: for layer by layer leave that axis to the
+        compiler.
+      mesh: the mesh of `reduce_axes`, by default that of ``jax.set_mesh``.
 
     Returns:
       A function with the arguments of `fun` that returns what ``jax.value_and_grad``
@@ -139,10 +178,13 @@ def value_and_grad(
     Raises:
       TypeError: an argument of the wrong kind; when called, a loss that is none of the
         four, an aux leaf that is neither a float scalar nor marked, parameters that are
-        no floats, a carried state of other types.
+        no floats, a carried state of other types, or one of which JAX's types do not
+        tell whether devices differ in it.
       ValueError: both `num_microbatches` and `microbatch_size`, a differentiated
         argument that is split, or `compensated` sums of 32 bits; when called, rows that
-        N or `group_size` does not divide or that differ.
+        N, `group_size` or the devices do not divide or that differ, `reduce_axes` that
+        the mesh lacks, `param_specs` that do not fit, a carried state or a `Last` in
+        which devices differ.
 
     Examples:
       >>> def loss_fn(w, batch):
@@ -172,6 +214,11 @@ def value_and_grad(
         (rng_argnums, rng_argnames),
         (carry_argnum, carry_argname),
     )
+    chosen = [which for which in (argnums, argnames) if which is not None]
+    is_single = len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
+    spread = check_spread(
+        "value_and_grad", reduce_axes, param_specs, gather, mesh, is_single
+    )
     job = prepare(
         "value_and_grad",
         fun,
@@ -181,16 +228,24 @@ def value_and_grad(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
+        spread=spread,
     )
-    chosen = [which for which in (argnums, argnames) if which is not None]
-    is_single = len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        called = job(roles, args, kwargs)
-        whole, returned = accumulate_gradients(called, accumulator)
+        whole, returned = run(
+            "value_and_grad",
+            spread,
+            job,
+            roles,
+            (args, kwargs),
+            batch_axis,
+            lambda called: accumulate_gradients(called, accumulator),
+        )
         if accumulator_dtype is None:
-            grads = cast_as(whole.grads, called.trained)
+            places = find("value_and_grad", roles, args, kwargs)
+            trained = values_at(places, args, kwargs).differentiated
+            grads = cast_as(whole.grads, trained)
         else:
             grads = widen(whole.grads, accumulator_dtype)
         value = _value(whole, returned, has_aux)
@@ -245,6 +300,8 @@ def value(
     carry_argnum: int | None = None,
     carry_argname: str | None = None,
     unroll: int | bool = 1,
+    reduce_axes: str | Sequence[str] = (),
+    mesh: Mesh | None = None,
 ) -> Callable:
     """A loss in micro-batches, without its gradient: for evaluation.
 
@@ -267,6 +324,9 @@ def value(
       carry_argnum: an argument that is threaded through the micro-batches.
       carry_argname: the same by keyword.
       unroll: how many micro-batches to put into one iteration.
+      reduce_axes: the mesh axes over which devices share the rows. Parameters that are
+        sharded over them are gathered for the call.
+      mesh: the mesh of `reduce_axes`.
 
     Returns:
       A function with the arguments of `fun` that returns the value: the loss, with aux
@@ -293,6 +353,7 @@ def value(
         (rng_argnums, rng_argnames),
         (carry_argnum, carry_argname),
     )
+    spread = check_spread("value", reduce_axes, None, None, mesh)
     job = prepare(
         "value",
         fun,
@@ -302,11 +363,15 @@ def value(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
+        spread=spread,
     )
 
     @functools.wraps(fun)
     def value_fn(*args, **kwargs):
-        return _value(*evaluate(job(roles, args, kwargs)), has_aux)
+        call = (args, kwargs)
+        return _value(
+            *run("value", spread, job, roles, call, batch_axis, evaluate), has_aux
+        )
 
     return value_fn
 

@@ -48,11 +48,16 @@ class Window(NamedTuple):
     value: Any  # a scalar, or None where there is none
 
 
-def add_call(sums: Window, call: Window) -> Window:
+def add_call(sums: Window, call: Window, weight: ArrayLike) -> Window:
     """`sums` with `call` added, or the first of a window where nothing counts as yet.
 
     Selected, not multiplied: a call of weight 0 adds nothing even if it is NaN, and
     nothing of the last window stays.
+
+    Args:
+      sums: the window.
+      call: on this device.
+      weight: of the call, on all devices that share it.
     """
     counts, is_open = call.weight != 0, sums.weight != 0
 
@@ -72,7 +77,7 @@ def add_call(sums: Window, call: Window) -> Window:
     _check_structure(call.grads, sums.grads)
     return Window(
         grads=jax.tree.map(add_weighted, call.grads, sums.grads, is_leaf=is_none),
-        weight=add(jnp.asarray(sums.weight), call.weight),
+        weight=add(jnp.asarray(sums.weight), weight),
         value=add_weighted(call.value, sums.value),
     )
 

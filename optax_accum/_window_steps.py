@@ -1,8 +1,8 @@
 """Door 3: the loader yields micro-batches, and Python knows the boundary."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,39 +31,20 @@ from optax_accum._numerics import (
     weight_dtype,
 )
 from optax_accum._outputs import over_rows
+from optax_accum._placement import Gather
 from optax_accum._reductions import Mergeable, is_marker
 from optax_accum._scan import Accumulated, Form, form_of, sum_gradients
+from optax_accum._spread import Mesh, check_spread
 from optax_accum._state import TrainState, check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
-from optax_accum._sums import Accumulator, check_accumulator, read_sums, zero_sums
+from optax_accum._sums import Accumulator, check_accumulator, read_sums
 from optax_accum._terms import Mean, RowMean, Sum, Terms, terms_of
-
-
-class WindowState(NamedTuple):
-    """An open window: what its micro-batches have come to. Arrays only.
-
-    Attributes:
-      mini_step: micro-batches in it.
-      acc_grads: sum of their gradients, each times its weight over `unit`. Shapes of
-        the parameters, dtypes of sums.
-      unit: what weights are measured in: the rows of the first micro-batch, or about
-        the entries of its `Mean`; so that gradients of 16 bits stay in range.
-      loss: a `Mean` of the loss so far, with its `value` and its `weight`: rows, or
-        what a `Mean` weighs. A `Sum` of it where the loss is one, or has several terms.
-      aux: what is reported beside it so far, as markers. None without.
-      counts: whether anything in it counts. None where everything does.
-      denominators: those that the window was opened with, if any.
-      model_state: as the last micro-batch left it. None without.
-    """
-
-    mini_step: jax.Array  # shape=(), dtype=int32
-    acc_grads: Any
-    unit: jax.Array  # shape=(), float32, or float64 beside such sums
-    loss: Mean | Sum
-    aux: Any
-    counts: jax.Array | None  # shape=(), dtype=bool
-    denominators: tuple[jax.Array, ...]  # as unit
-    model_state: Any
+from optax_accum._window_state import (
+    WindowState,
+    add_on_devices,
+    check_window,
+    close_on_devices,
+)
 
 
 def make_window_steps(
@@ -79,6 +60,10 @@ def make_window_steps(
     compensated: bool = False,
     in_place: bool = False,
     unroll: int | bool = 1,
+    reduce_axes: str | Sequence[str] = (),
+    param_specs: Any = None,
+    gather: Gather | None = None,
+    mesh: Mesh | None = None,
     donate: bool = True,
 ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
     """Makes two jitted functions: one adds a micro-batch, one steps the optimizer.
@@ -115,6 +100,12 @@ def make_window_steps(
       compensated: as for `make_train_step`.
       in_place: as for `make_train_step`; a first, unsplit micro-batch needs no sum.
       unroll: as for `make_train_step`.
+      reduce_axes: as for `make_train_step`. Nothing is reduced before `apply`: until
+        then each device keeps the sums of its own rows in the window.
+      param_specs: as for `make_train_step`.
+      gather: as for `make_train_step`. With ``"call"``, every `add` gathers once, and
+        `apply` alone reduces.
+      mesh: as for `make_train_step`.
       donate: whether `add` consumes the window and `apply` the state that they are
         given, which saves a copy of each. A window that was applied is used up, and
         nothing tells if it is used again: the next one opens with None.
@@ -147,6 +138,7 @@ def make_window_steps(
     accumulator = check_accumulator(
         "make_window_steps", accumulator_dtype, compensated, in_place
     )
+    spread = check_spread("make_window_steps", reduce_axes, param_specs, gather, mesh)
     job = prepare(
         "make_window_steps",
         loss_fn,
@@ -156,21 +148,39 @@ def make_window_steps(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
+        spread=spread,
     )
 
     def add_fn(state, batch, window, *args, denominators=None):
         check_made_by("add(state, batch, window)", optimizer, state)
         if window is not None:
-            _check_window("add(state, batch, window)", window, state, accumulator)
+            check_window(
+                "add(state, batch, window)", window, state, accumulator, spread
+            )
             state = state._replace(model_state=window.model_state)
         roles, keywords = model_inputs(state)
-        called = job(roles, (state.params, batch, *args), keywords)
-        return _add(called, state, window, denominators, accumulator)
+        call = (state.params, batch, *args), keywords
+
+        def add_here(call, window, denominators):
+            called = job(roles, *call)
+            return _add(called, state, window, denominators, accumulator)
+
+        return add_on_devices(
+            "make_window_steps",
+            spread,
+            roles,
+            call,
+            batch_axis,
+            window,
+            denominators,
+            add_here,
+        )
 
     def apply_fn(state, window, **extra):
         check_made_by("apply(state, window)", optimizer, state)
         check_emit("apply(state, window, emit=...)", state.opt_state, extra)
-        _check_window("apply(state, window)", window, state, accumulator)
+        check_window("apply(state, window)", window, state, accumulator, spread)
+        window = close_on_devices("make_window_steps", spread, state.params, window)
         whole, norm = _close(window)
         return take_step(optimizer, state, whole, norm, extra, has_aux)
 
@@ -296,27 +306,6 @@ def _close(window: WindowState) -> tuple[Accumulated, jax.Array]:
 
 
 # -- What they must be given
-
-
-def _check_window(
-    call: str, window: Any, state: TrainState, accumulator: Accumulator
-) -> None:
-    if not isinstance(window, WindowState):
-        raise TypeError(
-            f"`{call}` must be given a window that `add` returned, got "
-            f"{kind_of(window)}; `add(state, batch, None)` opens one."
-        )
-    sums = jax.eval_shape(lambda: zero_sums(state.params, accumulator))
-    difference = find_difference(window.acc_grads, sums, "acc_grads")
-    difference = difference or find_difference(
-        window.model_state, state.model_state, "model_state"
-    )
-    if difference:
-        raise ValueError(
-            f"`{call}` must be given a window that was opened with this state, got "
-            f"{difference}; make `add` and `apply` together, and open a new window "
-            "with None."
-        )
 
 
 def _check_aux(form: Form) -> None:

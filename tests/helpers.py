@@ -65,6 +65,18 @@ def auto_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=axis_types)
 
 
+def explicit_mesh(shape, names):
+    axis_types = (jax.sharding.AxisType.Explicit,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=axis_types)
+
+
+def lay(tree, mesh, specs):
+    """`tree` on the devices of `mesh`, by a spec for all of it or for every leaf."""
+    specs = jax.tree.broadcast(specs, tree)
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    return jax.device_put(tree, shardings)
+
+
 def types(tree):
     """Everything that makes a scan carry or a jit cache key differ."""
     leaves = jax.tree.map(jnp.asarray, jax.tree.leaves(tree))

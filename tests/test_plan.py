@@ -25,6 +25,7 @@ from optax_accum._memory_limit import check_memory_limit
 from optax_accum._planner import make_plan
 from optax_accum._search import bisect, most_trials, try_all
 from optax_accum._split import count_shards, equal_splits
+from optax_accum._spread import Spread
 from optax_accum._sums import Accumulator
 from optax_accum._timing import time_steps
 
@@ -138,6 +139,7 @@ def fake_plan(need, rows, limit, *, group_size=1, exhaustive=False):
         group_size=group_size,
         batch_axis=0,
         accumulator=None,
+        spread=Spread(),
         exhaustive=exhaustive,
     )
     return made, compiled

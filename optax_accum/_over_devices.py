@@ -1,0 +1,267 @@
+"""Work spread over devices that share the rows: one ``shard_map`` around all of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from optax_accum._arguments import Roles, find, replace, values_at
+from optax_accum._job import Job, label_leaves, labelled
+from optax_accum._placement import Placement
+from optax_accum._reductions import Concat, Last, Stack, is_marker, map_markers
+from optax_accum._scan import Accumulated, Returned
+from optax_accum._split import count_rows, has_rows
+from optax_accum._spread import Mesh, Spread, count_sharers, find_mesh
+
+# The arguments of a function: by position, by keyword.
+Call = tuple[Sequence[Any], dict[str, Any]]
+
+
+class Parts(NamedTuple):
+    """What devices come to, by how it is put together."""
+
+    sums: Any  # of what is trained, laid out as the caller says
+    stacked: Any  # those of all devices along the first axis
+    equal: Any  # the same on all of them
+    must_agree: bool = False  # whether JAX's types shall show that
+
+
+def run(
+    caller: str,
+    spread: Spread,
+    job: Callable[[Roles, Sequence, dict[str, Any]], Job],
+    roles: Roles,
+    call: Call,
+    batch_axis: int,
+    work: Callable[[Job], tuple[Accumulated, Returned]],
+) -> tuple[Accumulated, Returned]:
+    """``work(job(roles, *call))``, on all devices if they shall share the rows.
+
+    Args:
+      caller: whose errors there are.
+      spread: over which devices.
+      job: makes the job of a call.
+      roles: which arguments of the call are what.
+      call: the arguments.
+      batch_axis: the axis of the rows.
+      work: what is done.
+    """
+    mesh = find_mesh(caller, spread)
+    if mesh is None:
+        return work(job(roles, *call))
+    in_specs, placement = call_specs(caller, spread, mesh, roles, call, batch_axis)
+    returned: Any = None
+
+    def body(call):
+        nonlocal returned
+        whole, returned = work(job(roles, *call))
+        return _take_apart(whole, returned)
+
+    def like_trained(specs):
+        trained = values_at(find(caller, roles, *call), *call).differentiated
+        return jax.tree.unflatten(jax.tree.structure(trained), specs)
+
+    parts = spread_out(
+        caller, spread, mesh, body, call, in_specs, like_trained(placement.specs())
+    )
+    return _put_together(parts, returned), returned
+
+
+def _take_apart(whole: Accumulated, returned: Returned) -> Parts:
+    """What all micro-batches come to, by how that of other devices is put to it."""
+    _, aux = returned
+
+    def keep(stacked):
+        return map_markers(
+            lambda marker, value: value if _is_stacked(marker) == stacked else None,
+            aux,
+            whole.aux,
+        )
+
+    return Parts(
+        sums=whole.grads,
+        stacked=keep(True),
+        equal=whole._replace(grads=(), aux=keep(False)),
+        must_agree=bool(whole.carry) or holds_last(aux),
+    )
+
+
+def _put_together(parts: Parts, returned: Returned) -> Accumulated:
+    """What `_take_apart` has taken apart."""
+    _, aux = returned
+
+    def choose(marker, stacked, equal):
+        return stacked if _is_stacked(marker) else equal
+
+    aux = map_markers(choose, aux, parts.stacked, parts.equal.aux)
+    return parts.equal._replace(grads=parts.sums, aux=aux)
+
+
+def holds_last(aux: Any) -> bool:
+    markers = jax.tree.leaves(aux, is_leaf=is_marker)
+    return any(isinstance(marker, Last) for marker in markers)
+
+
+def _is_stacked(marker: Any) -> bool:
+    return isinstance(marker, Stack | Concat)
+
+
+def call_specs(
+    caller: str,
+    spread: Spread,
+    mesh: Mesh,
+    roles: Roles,
+    call: Call,
+    batch_axis: int,
+) -> tuple[Any, Placement]:
+    """How the arguments of a call are spread: a tree of specs; and the placement."""
+    args, kwargs = call
+    places = find(caller, roles, args, kwargs)
+    trained, batch, *_ = values_at(places, args, kwargs)
+    rows = count_rows(caller, labelled(places.split, batch), batch_axis)
+    count_sharers(caller, spread, rows)
+    named = label_leaves(labelled(places.differentiated, trained))
+    placement = spread.place(caller, trained, tuple(label for label, _ in named))
+    for (label, leaf), spec in zip(named, placement.specs(), strict=True):
+        _check_laid_out(caller, spread.axes, mesh, label, leaf, spec)
+
+    def rows_of(leaf):
+        if not has_rows(leaf):
+            return PartitionSpec()
+        before = (None,) * (batch_axis % np.ndim(leaf))
+        return PartitionSpec(*before, spread.axes)
+
+    specs = Roles(
+        jax.tree.unflatten(jax.tree.structure(trained), placement.specs()),
+        jax.tree.map(rows_of, batch),
+        (PartitionSpec(),) * len(places.folded),
+        (PartitionSpec(),) * len(places.carried),
+    )
+    same = (PartitionSpec(),) * len(args), dict.fromkeys(kwargs, PartitionSpec())
+    arg_specs, kwarg_specs = replace(*same, places, specs)
+    return (tuple(arg_specs), kwarg_specs), placement
+
+
+def spread_out(
+    caller: str,
+    spread: Spread,
+    mesh: Mesh,
+    body: Callable[[Any], Parts],
+    inputs: Any,
+    in_specs: Any,
+    sum_specs: Any,
+) -> Parts:
+    """``body(inputs)`` on every device, with its own part of the inputs.
+
+    Not all of the models there are have the types that tell what varies over devices: a
+    scan that begins with zeros has not. So the work is done without these types, and
+    where something must be shown to be equal on all devices, it is traced once more
+    with them.
+
+    Args:
+      caller: whose errors there are.
+      spread: over which axes; others are left to the compiler.
+      mesh: of which devices.
+      body: what each of them does.
+      inputs: any pytree.
+      in_specs: a spec for every leaf of `inputs` or for a subtree.
+      sum_specs: the same for ``Parts.sums``.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, inputs))
+    passed = [i for i, leaf in enumerate(leaves) if _is_passed(leaf)]
+    known: Any = None  # of the result: all but its arrays
+
+    def local(arrays):
+        nonlocal known
+        filled = list(leaves)
+        for i, array in zip(passed, arrays, strict=True):
+            filled[i] = array
+        parts = body(jax.tree.unflatten(structure, filled))
+        equal, equal_structure = jax.tree.flatten(parts.equal)
+        stacked, stacked_structure = jax.tree.flatten(parts.stacked)
+        known = (
+            parts.must_agree,
+            stacked_structure,
+            equal_structure,
+            [None if _is_passed(x) else x for x in equal],
+        )
+        return parts.sums, stacked, [x for x in equal if _is_passed(x)]
+
+    def mapped(check_vma):
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=([specs[i] for i in passed],),
+            out_specs=(sum_specs, PartitionSpec(spread.axes), PartitionSpec()),
+            axis_names=set(spread.axes),
+            check_vma=check_vma,
+        )
+
+    arrays = [leaves[i] for i in passed]
+    sums, stacked, equal = mapped(False)(arrays)
+    must_agree, stacked_structure, equal_structure, kept = known
+    if must_agree:
+        _show_agreement(caller, mapped(True), arrays)
+    found = iter(equal)
+    return Parts(
+        sums,
+        jax.tree.unflatten(stacked_structure, stacked),
+        jax.tree.unflatten(
+            equal_structure, [next(found) if x is None else x for x in kept]
+        ),
+    )
+
+
+def _show_agreement(caller: str, typed: Callable, arrays: list) -> None:
+    """Traces the same with JAX's types of what varies over devices."""
+    try:
+        jax.eval_shape(typed, arrays)
+    except TypeError as error:
+        raise TypeError(
+            f"`{caller}(reduce_axes=...)` must be given a function that JAX can show "
+            "to return the same carried state, and the same `Last`, on all devices, "
+            f"got one whose types do not tell: {error}"
+        ) from error
+
+
+def _is_passed(leaf: Any) -> bool:
+    """An array. Python's numbers and other objects are the same everywhere."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+# -- What they must be given
+
+
+def _check_laid_out(
+    caller: str,
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    label: str,
+    leaf: Any,
+    spec: PartitionSpec,
+) -> None:
+    """On Explicit axes, what is said of a parameter must be what its type says.
+
+    Or it would be gathered in silence. Of Auto axes a trace knows nothing.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {axis for axis in axes if types[axis] == AxisType.Explicit}
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    if not explicit or not isinstance(sharding, jax.sharding.NamedSharding):
+        return
+
+    def seen(spec):
+        names = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
+        kept = [tuple(n for n in entry if n in explicit) for entry in names]
+        return {dim: entry for dim, entry in enumerate(kept) if entry}
+
+    if seen(sharding.spec) != seen(spec):
+        raise ValueError(
+            f"`{caller}(param_specs=...)` must be how the parameters are sharded over "
+            f"{axes}, got {spec} for {label}, which has {sharding.spec}; say "
+            "`param_specs=jax.tree.map(lambda p: p.sharding.spec, params)`, or "
+            "replicate it there."
+        )
