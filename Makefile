@@ -32,6 +32,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_table.py
+	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/python benchmarks/readme.py
 

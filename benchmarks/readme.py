@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import distributed
 import memory_table
 import precision
 import prediction
@@ -187,6 +188,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "precision": precision.render,
     "prediction": prediction.render,
     "memory_table": memory_table.render,
+    "distributed": distributed.render,
 }
 
 if __name__ == "__main__":

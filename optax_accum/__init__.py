@@ -13,7 +13,8 @@ from optax_accum._skip import SkipFn, skip_nonfinite, skip_norm_above
 from optax_accum._state import TrainState, init_train_state
 from optax_accum._terms import Mean, Sum
 from optax_accum._train_step import make_train_step
-from optax_accum._value_and_grad import grad, value, value_and_grad
+from optax_accum._value import value
+from optax_accum._value_and_grad import grad, value_and_grad
 from optax_accum._window_state import WindowState
 from optax_accum._window_steps import make_window_steps
 

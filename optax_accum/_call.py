@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_accum._axes import count_devices, manual_axes, varies, vary
+from optax_accum._axes import vary
 from optax_accum._checks import check_flag, check_scalar, check_weight
 from optax_accum._mesh import on_mesh_of
-from optax_accum._numerics import add, cast_as, kind_of, settle, weight_dtype
-from optax_accum._optimizer import Flag, apply_updates, step_if, update_inner
+from optax_accum._numerics import add, cast_as, settle, weight_dtype
+from optax_accum._optimizer import Flag, apply_updates, negate, step_if, update_inner
+from optax_accum._share import Shared, check_inside, check_local, share
 from optax_accum._skip import SkipFn
 from optax_accum._sums import Accumulator, read_sums, zero_sums
 from optax_accum._window import (
@@ -138,20 +139,10 @@ class _Call(NamedTuple):
     """What a call was given."""
 
     window: Window  # of this call alone; under `reduce_axes`, of this device alone
-    shared: "_Shared"
+    shared: Shared
     incoming: Any  # a tree of the dtypes in which `inner` alone would receive gradients
     params: optax.Params | None
     extra_args: dict[str, Any]  # those of `inner`
-
-
-class _Shared(NamedTuple):
-    """What all devices must know of a call, so that they take the same branch."""
-
-    weight: float | jax.Array
-    skips: int | jax.Array  # how many devices skip it
-    skipped: Flag  # whether one does
-    counted: Flag  # whether one does not
-    emit: Flag
 
 
 class _Progress(NamedTuple):
@@ -165,7 +156,7 @@ class _Progress(NamedTuple):
 
 
 def init_state(rules: Rules, params: optax.Params) -> AccumulateState:
-    _check_inside("init(params)", rules.reduce_axes)
+    check_inside("init(params)", rules.reduce_axes)
     scalar = weight_dtype(params, rules.accumulator.dtype)
     sums = zero_sums(params, rules.accumulator)
     state = AccumulateState(
@@ -188,14 +179,14 @@ def _make_call(
     """A call, if it was given what it must be."""
     axes = rules.reduce_axes
     _check_made_for(state, grads, rules.every_call)
-    _check_inside("update(updates, state)", axes)
-    _check_local(grads, axes)
+    check_inside("update(updates, state)", axes)
+    check_local(grads, axes)
     skip = _decide(rules.skip_fn, grads, params)
     emit = emit is not None and check_flag("accumulate(...).update(emit=...)", emit)
     window = Window(grads, _weigh(weight, skip), _check_value(value))
     return _Call(
         window=window,
-        shared=_share(axes, window.weight, skip, emit, state.acc_weight.dtype),
+        shared=share(axes, window.weight, skip, emit, state.acc_weight.dtype),
         incoming=incoming,
         params=params,
         extra_args=others,
@@ -266,7 +257,7 @@ def _add(rules: Rules, state: AccumulateState, call: _Call) -> _Progress:
         mini_step = add(state.mini_step, counted)
         full = mini_step >= window_length(rules.every_k, state.gradient_step)
         closes = full & counted | shared.emit
-    steps = closes & (window.weight != 0) & _not(dropped)
+    steps = closes & (window.weight != 0) & negate(dropped)
     return _Progress(window, mini_step, dropped, closes, steps)
 
 
@@ -288,7 +279,7 @@ def _keep_window(state: AccumulateState, progress: _Progress) -> AccumulateState
         acc_grads=window.grads,
         acc_weight=_zero_if(closes, window.weight),
         acc_value=window.value,
-        dropped=jnp.asarray(_not(closes) & progress.dropped),
+        dropped=jnp.asarray(negate(closes) & progress.dropped),
     )
 
 
@@ -296,25 +287,6 @@ def _decide(skip_fn: SkipFn | None, grads: Any, params: Any) -> Flag:
     if skip_fn is None:
         return False
     return check_flag("accumulate(skip_fn=...)", skip_fn(grads, params))
-
-
-def _share(
-    axes: tuple[str, ...],
-    weight: float | jax.Array,
-    skip: Flag,
-    emit: Flag,
-    dtype: jnp.dtype,
-) -> _Shared:
-    """Weight and decisions of all devices, by one reduction of three scalars."""
-    if not axes:
-        return _Shared(weight, skip, skip, _not(skip), emit)
-    is_known = not any(isinstance(x, jax.core.Tracer) for x in (weight, emit))
-    if is_known and skip is False:
-        return _Shared(count_devices(axes) * weight, 0, False, True, emit)
-    own = jnp.stack([jnp.asarray(x).astype(dtype) for x in (weight, skip, emit)])
-    weight, skips, emits = jax.lax.psum(own, axes)
-    is_counted = skips != count_devices(axes)
-    return _Shared(weight, skips, skips != 0, is_counted, emits != 0)
 
 
 def _weigh(weight: Any, skip: Flag) -> float | jax.Array:
@@ -347,10 +319,6 @@ def _count(counter: jax.Array, times: Flag | ArrayLike) -> jax.Array:
     return jnp.where(counter > most - times, most, counter + times)
 
 
-def _not(flag: Flag) -> Flag:
-    return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
-
-
 def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
     """Every outermost `AccumulateState` in `opt_state`."""
 
@@ -369,29 +337,6 @@ def _check_value(value: Any) -> jax.Array | None:
         return None
     check_scalar("accumulate(...).update(value=...)", value, "a real number")
     return jnp.asarray(value)
-
-
-def _check_inside(call: str, axes: tuple[str, ...]) -> None:
-    if not set(axes) <= manual_axes():
-        raise ValueError(
-            f"`accumulate(reduce_axes={axes})` must be used inside a `shard_map` over "
-            f"these axes, got `{call}` inside one over {sorted(manual_axes())}; a step "
-            "of `make_train_step` takes `reduce_axes` itself."
-        )
-
-
-def _check_local(grads: Any, axes: tuple[str, ...]) -> None:
-    """Gradients that JAX has summed over devices would be summed twice."""
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        summed = [axis for axis in axes if not varies(grad, axis)]
-        if summed:
-            raise ValueError(
-                f"`accumulate(reduce_axes={axes}).update` must be given the gradients "
-                f"of each device's own rows, got {kind_of(grad)} at "
-                f"{jax.tree_util.keystr(path) or 'the top'}, which is the same on all "
-                f"along {summed}: JAX has summed it; differentiate at "
-                "`jax.lax.pcast(params, reduce_axes, to='varying')`."
-            )
 
 
 def _check_made_for(state: Any, updates: Any, every_call: bool) -> None:

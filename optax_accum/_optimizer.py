@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_accum._numerics import (
@@ -15,6 +16,10 @@ from optax_accum._numerics import (
 )
 
 Flag = bool | jax.Array  # a bool where it is known while tracing
+
+
+def negate(flag: Flag) -> Flag:
+    return not flag if isinstance(flag, bool) else jnp.logical_not(flag)
 
 
 def update_inner(

@@ -103,12 +103,17 @@ class Placement(NamedTuple):
         return jax.tree.unflatten(structure, map(fun, leaves, self.shards))
 
 
-def check_gather(caller: str, gather: Any, param_specs: Any) -> Gather:
+def check_gather(caller: str, gather: Any, param_specs: Any, in_place: bool) -> Gather:
     """When to gather; where nothing is sharded there is nothing to choose."""
-    if gather is None:
-        return "microbatch"
+    is_given, gather = gather is not None, gather or "microbatch"
     check_choice(f"{caller}(gather=...)", gather, get_args(Gather))
-    if param_specs is None:
+    if in_place and param_specs is not None and gather == "microbatch":
+        raise ValueError(
+            f"`{caller}(in_place=True, param_specs=...)` must come with "
+            "`gather='call'`, got 'microbatch', the default; the backward pass adds to "
+            "whole sums, of which a device then has but a part."
+        )
+    if is_given and param_specs is None:
         raise ValueError(
             f"`{caller}(gather=...)` must come with `param_specs`, got {gather!r} "
             "without; parameters that every device has need not be gathered."

@@ -144,7 +144,9 @@ def plan_microbatches(
     accumulator = check_accumulator(
         "plan_microbatches", accumulator_dtype, compensated, in_place
     )
-    spread = check_spread("plan_microbatches", reduce_axes, param_specs, gather, mesh)
+    spread = check_spread(
+        "plan_microbatches", reduce_axes, param_specs, gather, mesh, in_place=in_place
+    )
     options = dict(
         group_size=group_size,
         has_aux=has_aux,

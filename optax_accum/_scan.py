@@ -149,7 +149,6 @@ def _sum_in_place(
     job: Job, form: Form, measure: Measure, earlier: Any
 ) -> tuple[Any, Any, tuple]:
     """The same, each gradient added while it is made: none stands beside the sums."""
-    _check_in_place(job)
     refs = new_refs(earlier)
 
     def visit(microbatch, index, carry, rows):
@@ -306,15 +305,6 @@ def _scan(job: Job, visit: Callable, sums: Any, form: Any) -> tuple[Any, Any, tu
         check_last(job.caller, rest, form)
         sums = add_gradients(sums, grads)
     return sums, gather(merged, kept, rest, form, split), carry
-
-
-def _check_in_place(job: Job) -> None:
-    if job.placement.gathers_each:
-        raise ValueError(
-            f"`{job.caller}(in_place=True)` must come with `gather='call'` where "
-            "parameters are sharded over `reduce_axes`, got 'microbatch'; the backward "
-            "pass adds to whole sums, of which a device has but a part."
-        )
 
 
 # -- What comes of it

@@ -32,6 +32,8 @@ def check_spread(
     param_specs: Any,
     gather: Any,
     mesh: Any,
+    *,
+    in_place: bool = False,
     is_single: bool = True,
 ) -> Spread:
     """These options together.
@@ -42,10 +44,11 @@ def check_spread(
       param_specs: the option of that name.
       gather: the option of that name.
       mesh: the option of that name.
+      in_place: whether the backward pass adds to the sums.
       is_single: whether `param_specs` is of one argument, not of a tuple of them.
     """
     axes = check_axes(f"{caller}(reduce_axes=...)", axes)
-    gather = check_gather(caller, gather, param_specs)
+    gather = check_gather(caller, gather, param_specs, in_place)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             f"`{caller}(mesh=...)` must be a mesh, got {type(mesh).__name__}; make one "

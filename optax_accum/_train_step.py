@@ -127,7 +127,9 @@ def make_train_step(
     accumulator = check_accumulator(
         "make_train_step", accumulator_dtype, compensated, in_place
     )
-    spread = check_spread("make_train_step", reduce_axes, param_specs, gather, mesh)
+    spread = check_spread(
+        "make_train_step", reduce_axes, param_specs, gather, mesh, in_place=in_place
+    )
     job = functools.partial(
         prepare,
         "make_train_step",

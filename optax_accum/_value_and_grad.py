@@ -1,4 +1,4 @@
-"""JAX's own `value_and_grad`, `grad` and a bare value, in micro-batches."""
+"""JAX's own `value_and_grad` and `grad`, in micro-batches."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,26 +6,15 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from optax_accum._arguments import (
-    Roles,
-    check_disjoint,
-    find,
-    name_arguments,
-    values_at,
-)
+from optax_accum._arguments import find, name_arguments, values_at
 from optax_accum._job import prepare
 from optax_accum._numerics import cast_as, widen
-from optax_accum._outputs import as_returned
 from optax_accum._over_devices import run
 from optax_accum._placement import Gather
-from optax_accum._scan import (
-    Accumulated,
-    Returned,
-    accumulate_gradients,
-    evaluate,
-)
+from optax_accum._scan import accumulate_gradients
 from optax_accum._spread import Mesh, check_spread
 from optax_accum._sums import check_accumulator
+from optax_accum._value import name_roles, value_of
 
 
 def value_and_grad(
@@ -206,7 +195,7 @@ def value_and_grad(
     accumulator = check_accumulator(
         "value_and_grad", accumulator_dtype, compensated, in_place
     )
-    roles = _roles(
+    roles = name_roles(
         "value_and_grad",
         fun,
         name_arguments(fun, "argnums", argnums, argnames),
@@ -217,7 +206,13 @@ def value_and_grad(
     chosen = [which for which in (argnums, argnames) if which is not None]
     is_single = len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
     spread = check_spread(
-        "value_and_grad", reduce_axes, param_specs, gather, mesh, is_single
+        "value_and_grad",
+        reduce_axes,
+        param_specs,
+        gather,
+        mesh,
+        in_place=in_place,
+        is_single=is_single,
     )
     job = prepare(
         "value_and_grad",
@@ -248,7 +243,7 @@ def value_and_grad(
             grads = cast_as(whole.grads, trained)
         else:
             grads = widen(whole.grads, accumulator_dtype)
-        value = _value(whole, returned, has_aux)
+        value = value_of(whole, returned, has_aux)
         return value, grads[0] if is_single else grads
 
     return value_and_grad_fn
@@ -283,118 +278,3 @@ def grad(fun: Callable, **options: Any) -> Callable:
         return (grads, value[1]) if isinstance(value, tuple) else grads
 
     return grad_fn
-
-
-def value(
-    fun: Callable,
-    *,
-    num_microbatches: int | None = None,
-    microbatch_size: int | None = None,
-    group_size: int = 1,
-    has_aux: bool = False,
-    batch_argnums: int | Sequence[int] | None = None,
-    batch_argnames: str | Sequence[str] | None = None,
-    batch_axis: int = 0,
-    rng_argnums: int | Sequence[int] | None = None,
-    rng_argnames: str | Sequence[str] | None = None,
-    carry_argnum: int | None = None,
-    carry_argname: str | None = None,
-    unroll: int | bool = 1,
-    reduce_axes: str | Sequence[str] = (),
-    mesh: Mesh | None = None,
-) -> Callable:
-    """A loss in micro-batches, without its gradient: for evaluation.
-
-    The value that `value_and_grad` gives, in the memory of one forward pass of one
-    micro-batch. Nothing is counted beforehand, whatever the loss consists of. Call it
-    under ``jax.jit``: outside, the loop is compiled anew at every call.
-
-    Args:
-      fun: as for `value_and_grad`.
-      num_microbatches: as for `value_and_grad`, as are all others.
-      microbatch_size: rows in a micro-batch, instead of N.
-      group_size: rows that stay together.
-      has_aux: whether `fun` returns a pair, the loss first.
-      batch_argnums: which arguments hold rows. Default 1, if `batch_argnames` is not
-        given.
-      batch_argnames: the same by keyword.
-      batch_axis: the axis of the rows.
-      rng_argnums: arguments whose keys are folded.
-      rng_argnames: the same by keyword.
-      carry_argnum: an argument that is threaded through the micro-batches.
-      carry_argname: the same by keyword.
-      unroll: how many micro-batches to put into one iteration.
-      reduce_axes: the mesh axes over which devices share the rows. Parameters that are
-        sharded over them are gathered for the call.
-      mesh: the mesh of `reduce_axes`.
-
-    Returns:
-      A function with the arguments of `fun` that returns the value: the loss, with aux
-      and the carried state beside it where `fun` returns those.
-
-    Raises:
-      TypeError: as `value_and_grad`.
-      ValueError: as `value_and_grad`.
-
-    Examples:
-      >>> def loss_fn(w, batch):
-      ...     losses = (batch["x"] * w - batch["y"]) ** 2
-      ...     return optax_accum.mean(losses, where=batch["mask"])
-      >>> x = jnp.arange(4.0)
-      >>> batch = {"x": x, "y": jnp.ones(4), "mask": x > 0}
-      >>> print(optax_accum.value(loss_fn, num_microbatches=2)(1.0, batch))
-      1.6666666
-    """
-    roles = _roles(
-        "value",
-        fun,
-        (),
-        (batch_argnums, batch_argnames),
-        (rng_argnums, rng_argnames),
-        (carry_argnum, carry_argname),
-    )
-    spread = check_spread("value", reduce_axes, None, None, mesh)
-    job = prepare(
-        "value",
-        fun,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        group_size=group_size,
-        has_aux=has_aux,
-        batch_axis=batch_axis,
-        unroll=unroll,
-        spread=spread,
-    )
-
-    @functools.wraps(fun)
-    def value_fn(*args, **kwargs):
-        call = (args, kwargs)
-        return _value(
-            *run("value", spread, job, roles, call, batch_axis, evaluate), has_aux
-        )
-
-    return value_fn
-
-
-def _roles(caller, fun, differentiated, batch, rng, carry) -> Roles:
-    """Which arguments are what, given for each role the positions and the keywords."""
-    batch_nums, batch_names = batch
-    if batch_nums is None and batch_names is None:
-        batch_nums = 1
-    roles = Roles(
-        differentiated=differentiated,
-        split=name_arguments(fun, "batch_argnums", batch_nums, batch_names),
-        folded=name_arguments(fun, "rng_argnums", *rng),
-        carried=name_arguments(fun, "carry_argnum", *carry),
-    )
-    check_disjoint(caller, roles)
-    return roles
-
-
-def _value(whole: Accumulated, returned: Returned, has_aux: bool) -> Any:
-    """All that the function returns, put together as it does."""
-    loss, aux = as_returned((whole.loss, whole.aux), returned)
-    beside = (*whole.carry, aux) if has_aux else whole.carry
-    if not beside:
-        return loss
-    return (loss, beside[0] if len(beside) == 1 else beside)

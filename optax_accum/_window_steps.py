@@ -138,7 +138,9 @@ def make_window_steps(
     accumulator = check_accumulator(
         "make_window_steps", accumulator_dtype, compensated, in_place
     )
-    spread = check_spread("make_window_steps", reduce_axes, param_specs, gather, mesh)
+    spread = check_spread(
+        "make_window_steps", reduce_axes, param_specs, gather, mesh, in_place=in_place
+    )
     job = prepare(
         "make_window_steps",
         loss_fn,

@@ -55,8 +55,10 @@ LAYERS = [
     "_over_devices",
     "_optimizer",
     "_window",
+    "_share",
     "_call",
     "_accumulate",
+    "_value",
     "_value_and_grad",
     "_state",
     "_step",
@@ -77,6 +79,10 @@ LAYERS = [
     "_plan_microbatches",
     "_examples",
     "_plan_command",
+    "_verify_finding",
+    "_verify_memory",
+    "_verify_gradients",
+    "_verify",
     "_demo",
 ]
 

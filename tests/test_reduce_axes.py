@@ -1011,7 +1011,7 @@ FSDP = {"embedding": P("data"), "hidden": P(), "bias": P()}
                 "num_microbatches": 2,
             },
             ValueError,
-            r"\(in_place=True\)` must come with `gather='call'`",
+            r"must come with `gather='call'`, got 'microbatch', the default",
         ),
     ],
 )
