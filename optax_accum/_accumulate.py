@@ -97,7 +97,8 @@ def accumulate(
         ``jax.lax.pcast(params, reduce_axes, to="varying")``. While a window is open,
         `acc_grads` differs from device to device, so open and close windows inside;
         what passes to the next ``shard_map`` is `inner_opt_state`:
-        ``init(params)._replace(inner_opt_state=...)``.
+        ``init(params)._replace(inner_opt_state=...)``. A further `accumulate` inside
+        `inner` has no `reduce_axes`: what it gets is of all devices already.
 
     Returns:
       A ``GradientTransformationExtraArgs`` whose state is an `AccumulateState`.

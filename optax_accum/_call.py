@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax_accum._axes import vary
 from optax_accum._checks import check_flag, check_scalar, check_weight
 from optax_accum._mesh import on_mesh_of
-from optax_accum._numerics import add, cast_as, settle, weight_dtype
+from optax_accum._numerics import add, cast_as, filled_like, settle, weight_dtype
 from optax_accum._optimizer import Flag, apply_updates, negate, step_if, update_inner
 from optax_accum._share import Shared, check_inside, check_local, share
 from optax_accum._skip import SkipFn
@@ -99,17 +99,18 @@ class AccumulateUpdateFn:
         call = _make_call(rules, state, updates, updates, params, **extra_args)
         # The dtypes that the inner optimizer alone gives for these gradients.
         outgoing = jax.eval_shape(
-            lambda: _update_inner(rules, state, call, call.window)[0]
+            lambda: _update_inner(rules, state, call, _of_all(rules, call.window))[0]
         )
 
         def finish(inner_updates):
             return cast_as(inner_updates, outgoing)
 
-        def stand(step):
+        def stand():
+            if rules.reduce_axes:  # of gradients that differ, updates do not
+                return jax.tree.map(lambda x: -filled_like(x, 0), outgoing)
             # zeros_like: the sharding of a gradient, and the axes over which it varies.
-            like = jax.eval_shape(step)[0] if rules.reduce_axes else updates
             return jax.tree.map(
-                lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, like
+                lambda x, g: -jnp.zeros_like(g, x.dtype), outgoing, updates
             )
 
         return _advance(rules, state, call, finish, stand)
@@ -131,7 +132,7 @@ class AccumulateUpdateFn:
             state,
             call,
             finish=lambda updates: apply_updates(params, updates),
-            stand=lambda step: params,
+            stand=lambda: params,
         )
 
 
@@ -198,9 +199,9 @@ def _advance(
     state: AccumulateState,
     call: _Call,
     finish: Callable[[optax.Updates], Any],
-    stand: Callable[[Callable], Any],
+    stand: Callable[[], Any],
 ) -> tuple[Any, AccumulateState]:
-    """One call: what `finish` makes of the updates of a step, else ``stand(step)``."""
+    """One call: what `finish` makes of the updates of a step, else ``stand()``."""
     progress = _add(rules, state, call)
 
     def step():
@@ -209,9 +210,7 @@ def _advance(
         return finish(updates), inner_state
 
     inner_state = state.inner_opt_state
-    result, inner_state = step_if(
-        progress.steps, step, lambda: stand(step), inner_state
-    )
+    result, inner_state = step_if(progress.steps, step, stand, inner_state)
     state = state._replace(
         gradient_step=_count(state.gradient_step, progress.steps),
         inner_opt_state=inner_state,
@@ -225,12 +224,18 @@ def _mean_of(rules: Rules, window: Window, call: Window) -> Window:
     """What the wrapped optimizer receives where `call` closes `window`."""
     if rules.every_call and not rules.reduce_axes:
         return reduce_call(call, rules.reduction)
-    if rules.reduce_axes:  # inside the branch, which all devices take
-        value = None if call.value is None else window.value
-        sums = read_sums(window.grads), value
-        grads, value = jax.lax.psum(sums, rules.reduce_axes)
-        window = window._replace(grads=grads, value=value)
-    return reduce_window(window, call, rules.reduction)
+    sums = window._replace(value=None if call.value is None else window.value)
+    # Inside the branch, which all devices take.
+    return reduce_window(_of_all(rules, sums), call, rules.reduction)
+
+
+def _of_all(rules: Rules, window: Window) -> Window:
+    """The sums of all devices that share the rows."""
+    if not rules.reduce_axes:
+        return window
+    sums = read_sums(window.grads), window.value
+    grads, value = jax.lax.psum(sums, rules.reduce_axes)
+    return window._replace(grads=grads, value=value)
 
 
 def _update_inner(

@@ -3,14 +3,15 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from optax_accum._checks import shown
+from optax_accum._checks import check_count, shown
+from optax_accum._collectives import Collective, read_collectives
 from optax_accum._memory import shard_shape
 from optax_accum._memory_limit import render_bytes
 from optax_accum._numerics import is_array, is_inexact, kind_of
@@ -18,43 +19,6 @@ from optax_accum._state import TrainState
 
 _Sizes = dict[str, frozenset[int]]  # of a parameter on a device, in entries, by name
 _REDUCTIONS = {"all-reduce": 2, "reduce-scatter": 1}  # the last stage each may be
-# How often a ring sends all but one n-th of the payload on; 0: the whole is sent once.
-_ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}
-_ROUNDS |= {"ragged-all-to-all": 1, "collective-permute": 0, "collective-broadcast": 0}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a compiled step, in one place that it is run from.
-
-    Attributes:
-      kind: as XLA calls it, ``"all-reduce"`` for one; asynchronous or not.
-      entries: how many each operand has, on one device.
-      bytes: of operands or results, whichever is larger.
-      group_size: how many devices take part together.
-      source: the name that JAX gave it, of functions and primitives; may be empty.
-      is_parameter_sized: it has as many entries as a parameter, or its part, and > 1.
-      loops: how many loops it is in.
-      trips: how often they run it; None where one does not tell.
-      is_conditional: it is in a branch, and may not run at all.
-    """
-
-    kind: str
-    entries: tuple[int, ...]
-    bytes: int
-    group_size: int
-    source: str
-    is_parameter_sized: bool
-    loops: int = 0
-    trips: int | None = 1
-    is_conditional: bool = False
-
-    @property
-    def bytes_moved(self) -> int | None:
-        """What one device sends in one run of the step; None where `trips` is."""
-        rounds, n = _ROUNDS[self.kind], self.group_size
-        shares = rounds * (n - 1) if rounds else n
-        return None if self.trips is None else -(-self.trips * shares * self.bytes // n)
 
 
 @dataclass(frozen=True)
@@ -129,20 +93,29 @@ def collective_report(compiled: Any, params: Any = None) -> CollectiveReport:
       600
     """
     text = _text_of("collective_report", compiled)
-    return _make_report(text, _find_parameters("collective_report", compiled, params))
+    parameters = _find_parameters("collective_report", compiled, params)
+    return CollectiveReport(read_collectives(text, _all_sizes(parameters)))
 
 
 def assert_one_reduction(
-    compiled: Any, params: Any = None, *, ignore: str | Iterable[str] = ()
+    compiled: Any,
+    params: Any = None,
+    *,
+    devices: int | None = None,
+    ignore: str | Iterable[str] = (),
 ) -> None:
     """Asserts that a step reduces each parameter's gradient once, after its loops.
 
     Once may be in two stages: the second reduces the part that the first one leaves.
-    Gathering is never wrong. Branches count as if all ran.
+    Gathering is never wrong. Branches count as if all ran. All that is compared is how
+    large operands are and how many: another array that is as large as a parameter is
+    taken for one, and gradients that were joined to one array are not known.
 
     Args:
       compiled: ``step.lower(...).compile()``, or the text of it.
       params: as in `collective_report`, but trained: scalars and integers do not count.
+      devices: how many share the rows. Given, gradients must have met those of so many;
+        else nothing is said of which devices a reduction is over.
       ignore: one or more strings; collectives with one of them in their ``source`` are
         left out, as must be the statistics of BatchNorm, which are as large as scales.
 
@@ -168,15 +141,18 @@ def assert_one_reduction(
             "`assert_one_reduction(ignore=...)` must be strings that are not empty, "
             f"got {ignore!r}; write 'BatchNorm', say."
         )
+    if devices is not None:
+        devices = check_count("assert_one_reduction(devices=...)", devices)
     parameters = _find_parameters("assert_one_reduction", compiled, params)
     if not parameters:
         raise ValueError(
             "`assert_one_reduction(params)` must hold a floating or complex array of "
             "more than one entry, got none; give it what is trained."
         )
-    found = _make_report(text, parameters).collectives
+    found = read_collectives(text, _all_sizes(parameters))
     kept = [c for c in found if not any(part in c.source for part in ignored)]
-    _check_reductions(kept, parameters)
+    wide = _find_parameters("assert_one_reduction", compiled, params, is_wide=True)
+    _check_reductions(kept, parameters, wide, devices)
 
 
 def _text_of(caller: str, compiled: Any) -> str:
@@ -189,7 +165,9 @@ def _text_of(caller: str, compiled: Any) -> str:
     )
 
 
-def _find_parameters(caller: str, compiled: Any, params: Any) -> _Sizes:
+def _find_parameters(
+    caller: str, compiled: Any, params: Any, is_wide: bool = False
+) -> _Sizes:
     """Those with a gradient of more than one entry: scalars may be losses."""
     tree = _first_argument(caller, compiled) if params is None else params
     tree = tree.params if isinstance(tree, TrainState) else tree
@@ -202,8 +180,12 @@ def _find_parameters(caller: str, compiled: Any, params: Any) -> _Sizes:
                 f"{kind_of(leaf)} at {name}; give it the parameters alone."
             )
         if is_inexact(leaf) and math.prod(np.shape(leaf)) > 1:
-            found[name] = _sizes_of(leaf)
+            found[name] = _sizes_of(leaf, is_wide)
     return found
+
+
+def _all_sizes(parameters: _Sizes) -> frozenset[int]:
+    return frozenset().union(*parameters.values())
 
 
 def _first_argument(caller: str, compiled: Any) -> Any:
@@ -218,102 +200,18 @@ def _first_argument(caller: str, compiled: Any) -> Any:
     return jax.tree.map(lambda x, s: type_(x.shape, x.dtype, sharding=s), *trees)
 
 
-def _sizes_of(leaf: Any) -> frozenset[int]:
-    """Of the whole, and of the parts that there are while some axes are gathered."""
+def _sizes_of(leaf: Any, is_wide: bool) -> frozenset[int]:
+    """Of the whole, and of the parts that there are while some axes are gathered.
+
+    `is_wide`: or that the compiler may make for itself, over any axis of the mesh.
+    """
     sizes = {math.prod(np.shape(leaf))}
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding):
-        for axis in jax.tree.leaves(tuple(sharding.spec)):
+        own = jax.tree.leaves(tuple(sharding.spec))
+        for axis in sharding.mesh.shape if is_wide else own:
             sizes |= {size // sharding.mesh.shape.get(axis, 1) for size in sizes}
     return frozenset({*sizes, math.prod(shard_shape(leaf))} - {1})
-
-
-_COMPUTATION = re.compile(r"\s*(ENTRY )?%?([\w.-]+) (?!=).*\{$")
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][a-z\d-]*)\((.*)")
-_CALLEES = re.compile(r"(\w*computations?|body|condition|calls|to_apply)=(\{.*?\}|\S+)")
-_TRIPS = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
-_STARTED = re.compile(r"\((?:\(.*?\)|.*?), (\(.*?\)|.*?)(?:, .*|\))$")
-_STRING = r'"((?:[^"\\]|\\.)*)"'
-
-
-def _make_report(text: str, parameters: _Sizes) -> CollectiveReport:
-    sizes = frozenset().union(*parameters.values())
-    entries, program, items, devices = [], {}, [], 1
-    for line in text.splitlines():
-        if line.startswith("HloModule"):
-            counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", line)
-            devices = math.prod(map(int, counts))
-        elif head := _COMPUTATION.match(line):
-            items = program.setdefault(head[2], [])
-            entries += [head[2]] if head[1] else []
-        elif found := _INSTRUCTION.match(line):
-            type_, opcode, rest = found.groups()
-            if opcode.removesuffix("-start") in _ROUNDS:
-                items.append(_read_collective(type_, opcode, rest, devices, sizes))
-            else:
-                items += _read_uses(opcode, rest)
-    return CollectiveReport(tuple(c for name in entries for c in _run(program, name)))
-
-
-def _run(program: dict[str, list], name: str) -> Iterator[Collective]:
-    """The collectives of a computation and of those that it runs, path by path."""
-    for item in program.get(name, ()):
-        if isinstance(item, Collective):
-            yield item
-            continue
-        callee, kind, trips = item
-        for c in _run(program, callee):
-            yield replace(
-                c,
-                loops=c.loops + (kind == "while"),
-                trips=None if None in (trips, c.trips) else trips * c.trips,
-                is_conditional=c.is_conditional or kind == "conditional",
-            )
-
-
-def _read_uses(opcode: str, rest: str) -> list[tuple[str, str, int | None]]:
-    """The computations that an instruction runs, its kind, and how often."""
-    if opcode.endswith(("-done", "-update")):  # they name again what has been started
-        return []
-    kind, trips = opcode.removesuffix("-start"), _TRIPS.search(rest)
-    count = 1 if kind != "while" else int(trips[1]) if trips else None
-    return [
-        (name, kind, count)
-        for attribute, names in _CALLEES.findall(re.sub(_STRING, "", rest))
-        if kind == "call" or attribute != "to_apply"  # else it combines two entries
-        for name in re.findall(r"[\w.-]+", names)
-    ]
-
-
-def _read_collective(
-    type_: str, opcode: str, rest: str, devices: int, sizes: frozenset[int]
-) -> Collective:
-    kind, group_size = opcode.removesuffix("-start"), _read_group_size(rest, devices)
-    # Operands, results, and more; of an all-reduce its results, unless it is wrapped.
-    if opcode != kind and (kind != "all-reduce" or type_.startswith("((")):
-        type_ = _STARTED.sub(r"\1", type_)
-    arrays = re.findall(r"([a-z]+)(\d*)\w*\[([^\]]*)\]", type_)
-    whole = [math.prod(map(int, re.findall(r"\d+", dims))) for *_, dims in arrays]
-    if kind == "reduce-scatter":
-        whole = [group_size * size for size in whole]
-    bits = [size * int(b or 8) for size, (_, b, _) in zip(whole, arrays, strict=True)]
-    entries = [n // group_size if kind == "all-gather" else n for n in whole]
-    source = re.search(f"op_name={_STRING}", rest)
-    return Collective(
-        *(kind, tuple(entries), sum(math.ceil(b / 8) for b in bits), group_size),
-        source=source[1] if source else "",
-        is_parameter_sized=not sizes.isdisjoint(whole + entries),
-    )
-
-
-def _read_group_size(rest: str, devices: int) -> int:
-    if found := re.search(r"replica_groups=(?:\{(\{[\d,]+)|\[\d+,(\d+))", rest):
-        return int(found[2] or 1 + found[1].count(","))
-    if found := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{([^}]+)", rest):
-        lengths = dict(re.findall(r"([^\s,]+)=(\d+)", found[1]))
-        axes = found[2].split(",")  # 'axis':(1)2 is a part of an axis, of length 2
-        return math.prod(int(lengths.get(x) or x.rpartition(")")[2]) for x in axes)
-    return devices
 
 
 _MUST = "`compiled` must reduce each parameter's gradient once, after its loops, got "
@@ -326,10 +224,21 @@ _CURE = (
 )
 
 
-def _check_reductions(collectives: list[Collective], parameters: _Sizes) -> None:
-    large = [c for c in collectives if c.is_parameter_sized and c.kind in _REDUCTIONS]
+def _check_reductions(
+    collectives: list[Collective],
+    parameters: _Sizes,
+    wide: _Sizes,
+    devices: int | None,
+) -> None:
+    reductions = [c for c in collectives if c.kind in _REDUCTIONS]
+    large = [c for c in reductions if c.is_parameter_sized]
     inside = [c for c in large if c.loops]
     faults = ["these in a loop:"] if inside else _find_miscounts(large, parameters)
+    after = [c for c in reductions if not c.loops]
+    if faults and not inside and not _find_miscounts(after, wide):
+        faults, large, parameters = [], after, wide  # parts that the compiler has made
+    if not faults and devices is not None:
+        faults = _find_partial(large, parameters, devices)
     if not large:
         faults = [f"nothing reduced, in {len(collectives)} collectives; of one device?"]
     if faults:
@@ -340,8 +249,7 @@ def _check_reductions(collectives: list[Collective], parameters: _Sizes) -> None
 def _find_miscounts(reductions: list[Collective], parameters: _Sizes) -> list[str]:
     """What is left when operands are paired with stages of parameters, one to one."""
     sizes = parameters.values()
-    all_sizes = frozenset().union(*sizes)
-    pairs = [(c, n) for c in reductions for n in c.entries if n in all_sizes]
+    pairs = _pair_operands(reductions, parameters)
     given = Counter(frozenset({(n, 1), (n, _REDUCTIONS[c.kind])}) for c, n in pairs)
     # What a first stage leaves: a reduce-scatter, on XLA:CPU an all-reduce and a slice.
     steps = {(n, n / c.group_size) for c, n in pairs if c.group_size > 1}
@@ -354,6 +262,31 @@ def _find_miscounts(reductions: list[Collective], parameters: _Sizes) -> list[st
     for kind, n in _without_partner(given, Counter([*first.values(), *second])).items():
         faults.append(f"{n} operands of {min(kind)[0]} entries too many")
     return faults
+
+
+def _find_partial(
+    reductions: list[Collective], parameters: _Sizes, devices: int
+) -> list[str]:
+    """Operands added up over some devices, and what that leaves not over the others."""
+    pairs = _pair_operands(reductions, parameters)
+    stages = sorted((n, c.group_size) for c, n in pairs if c.group_size != devices)
+    faults = []
+    while stages:
+        n, group = stages.pop()  # the first stage is the larger one
+        second = (n / group, devices / group)
+        if second in stages:
+            stages.remove(second)
+        else:
+            faults.append(f"{n} entries added up over {group} devices of {devices}")
+    return faults
+
+
+def _pair_operands(
+    reductions: list[Collective], parameters: _Sizes
+) -> list[tuple[Collective, int]]:
+    """Each operand that is as large as a parameter."""
+    sizes = _all_sizes(parameters)
+    return [(c, n) for c in reductions for n in c.entries if n in sizes]
 
 
 def _without_partner(kinds: Counter, others: Counter) -> Counter:

@@ -12,7 +12,14 @@ from optax_accum._checks import check_callable, check_index, check_unroll
 from optax_accum._numerics import is_inexact, kind_of, settle
 from optax_accum._outputs import Output, as_share, read_output
 from optax_accum._placement import Placement
-from optax_accum._split import Split, check_split, count_rows, fold_keys, split_rows
+from optax_accum._split import (
+    Split,
+    check_shards,
+    check_split,
+    count_rows,
+    fold_keys,
+    split_rows,
+)
 from optax_accum._spread import Spread
 
 
@@ -86,6 +93,8 @@ def prepare(
             output = read_output(caller, returned, old, has_aux, rows)
             return as_share(caller, output, axes)
 
+        split = split_rows(rows, *options, count_devices(axes) if axes else 1)
+        check_shards(caller, batch, split, axis)
         return Job(
             caller=caller,
             call=call,
@@ -93,7 +102,7 @@ def prepare(
             placement=placement,
             batch=batch,
             carry=settle(carry),
-            split=split_rows(rows, *options, count_devices(axes) if axes else 1),
+            split=split,
             axis=axis,
             unroll=unroll,
             labels=labels,

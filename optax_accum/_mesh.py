@@ -1,9 +1,13 @@
-"""State where the parameters are: on all devices of their mesh from the beginning."""
+"""State where the parameters are, from the beginning and from step to step."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_accum._numerics import is_numeric
 
 
 def on_mesh_of(params: Any, tree: Any) -> Any:
@@ -27,6 +31,20 @@ def on_mesh_of(params: Any, tree: Any) -> Any:
         return leaf if is_there else jax.device_put(leaf, everywhere)
 
     return jax.tree.map(move, tree)
+
+
+def lie_as(old: Any, new: Any) -> Any:
+    """A state `new` that lies on the devices of a mesh as the `old` one does.
+
+    On Auto axes the compiler may choose otherwise, as for a scale that every device has
+    and that it reduces in parts. The next step would be another program then.
+    """
+
+    def keep(before, after):
+        is_placed = is_numeric(after) and jnp.ndim(after) > 0
+        return shard_alike(before, after)[1] if is_placed else after
+
+    return jax.tree.map(keep, old, new)
 
 
 def _is_laid(leaf: Any) -> bool:

@@ -43,11 +43,25 @@ def is_real(leaf: Any) -> bool:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes of a ``shard_map`` over which `x` varies."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "vma"):  # its name until JAX 0.10
-        return aval.vma
-    return aval.manual_axis_type.varying
+    """The axes of a ``shard_map`` over which `x`, or what has such a type, varies."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    if kind is not None:
+        return kind.varying
+    return getattr(aval, "vma", None) or frozenset()  # its name until JAX 0.10
+
+
+def filled_like(x: Any, fill: ArrayLike) -> jax.Array:
+    """An array of one number in the place of `x`, or of what will have that type.
+
+    It has its shape, its dtype, its sharding on Explicit axes, and the axes of a
+    ``shard_map`` over which it varies.
+    """
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is not None:
+        return jnp.full_like(x, fill)
+    # JAX fails where such a type varies, and other axes are the compiler's.
+    full, axes = jnp.full(x.shape, fill, x.dtype), tuple(varying_axes(x))
+    return jax.lax.pcast(full, axes, to="varying") if axes else full
 
 
 def kind_of(leaf: Any) -> str:

@@ -27,6 +27,10 @@ from optax_accum._terms import (
 )
 
 
+class Disagreement(ValueError):
+    """Devices may differ in what there is once for all of them."""
+
+
 class Output(NamedTuple):
     """What one micro-batch comes to."""
 
@@ -98,12 +102,13 @@ def _check_agreement(caller: str, tree: Any, axes: tuple[str, ...]) -> None:
     for leaf in jax.tree.leaves(tree):
         differs = [axis for axis in axes if axis in varying_axes(leaf)]
         if differs:
-            raise ValueError(
+            raise Disagreement(
                 f"`{caller}(reduce_axes=...)` must be given a function whose carried "
-                "state, and whose `Last`, are the same on all devices, got "
-                f"{kind_of(leaf)} that differs along {differs}; reduce it, by "
-                "`jax.lax.pmean` or the `axis_name` of a BatchNorm, or report it as a "
-                "`Mean`, `Stack` or `Concat`."
+                "state, and whose `Last`, JAX knows to be the same on all devices, got "
+                f"{kind_of(leaf)} that may differ along {differs}, as all may that is "
+                "computed from rows or parameters; reduce it, by `jax.lax.pmean` or "
+                "the `axis_name` of a BatchNorm, or report it as a `Mean`, `Stack` or "
+                "`Concat`."
             )
 
 

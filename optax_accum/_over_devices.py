@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from optax_accum._arguments import Roles, find, replace, values_at
 from optax_accum._job import Job, label_leaves, labelled
+from optax_accum._layout import check_parameter, check_rows, lay_out
+from optax_accum._outputs import Disagreement
 from optax_accum._placement import Placement
 from optax_accum._reductions import Concat, Last, Stack, is_marker, map_markers
 from optax_accum._scan import Accumulated, Returned
@@ -125,7 +127,7 @@ def call_specs(
     named = label_leaves(labelled(places.differentiated, trained))
     placement = spread.place(caller, trained, tuple(label for label, _ in named))
     for (label, leaf), spec in zip(named, placement.specs(), strict=True):
-        _check_laid_out(caller, spread.axes, mesh, label, leaf, spec)
+        check_parameter(caller, spread.axes, mesh, label, leaf, spec)
 
     def rows_of(leaf):
         if not has_rows(leaf):
@@ -133,6 +135,8 @@ def call_specs(
         before = (None,) * (batch_axis % np.ndim(leaf))
         return PartitionSpec(*before, spread.axes)
 
+    for label, leaf in label_leaves(labelled(places.split, batch)):
+        check_rows(caller, spread.axes, mesh, label, leaf, rows_of(leaf))
     specs = Roles(
         jax.tree.unflatten(jax.tree.structure(trained), placement.specs()),
         jax.tree.map(rows_of, batch),
@@ -200,8 +204,12 @@ def spread_out(
             check_vma=check_vma,
         )
 
-    arrays = [leaves[i] for i in passed]
-    sums, stacked, equal = mapped(False)(arrays)
+    arrays = [lay_out(leaves[i], specs[i], mesh, spread.axes) for i in passed]
+    work = mapped(False)
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        # Outside of `jit`, JAX maps over all axes of a mesh or none.
+        work = jax.jit(work)
+    sums, stacked, equal = work(arrays)
     must_agree, stacked_structure, equal_structure, kept = known
     if must_agree:
         _show_agreement(caller, mapped(True), arrays)
@@ -219,49 +227,16 @@ def _show_agreement(caller: str, typed: Callable, arrays: list) -> None:
     """Traces the same with JAX's types of what varies over devices."""
     try:
         jax.eval_shape(typed, arrays)
-    except TypeError as error:
+    except Disagreement:
+        raise
+    except Exception as error:  # of the model, which may be right without types
         raise TypeError(
             f"`{caller}(reduce_axes=...)` must be given a function that JAX can show "
             "to return the same carried state, and the same `Last`, on all devices, "
-            f"got one whose types do not tell: {error}"
+            f"got one whose types do not tell, {type(error).__name__}: {error}"
         ) from error
 
 
 def _is_passed(leaf: Any) -> bool:
     """An array. Python's numbers and other objects are the same everywhere."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-# -- What they must be given
-
-
-def _check_laid_out(
-    caller: str,
-    axes: tuple[str, ...],
-    mesh: Mesh,
-    label: str,
-    leaf: Any,
-    spec: PartitionSpec,
-) -> None:
-    """On Explicit axes, what is said of a parameter must be what its type says.
-
-    Or it would be gathered in silence. Of Auto axes a trace knows nothing.
-    """
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {axis for axis in axes if types[axis] == AxisType.Explicit}
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    if not explicit or not isinstance(sharding, jax.sharding.NamedSharding):
-        return
-
-    def seen(spec):
-        names = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
-        kept = [tuple(n for n in entry if n in explicit) for entry in names]
-        return {dim: entry for dim, entry in enumerate(kept) if entry}
-
-    if seen(sharding.spec) != seen(spec):
-        raise ValueError(
-            f"`{caller}(param_specs=...)` must be how the parameters are sharded over "
-            f"{axes}, got {spec} for {label}, which has {sharding.spec}; say "
-            "`param_specs=jax.tree.map(lambda p: p.sharding.spec, params)`, or "
-            "replicate it there."
-        )

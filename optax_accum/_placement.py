@@ -124,6 +124,7 @@ def check_gather(caller: str, gather: Any, param_specs: Any, in_place: bool) -> 
 def place(
     caller: str,
     axes: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
     param_specs: Any,
     gather: Gather,
     trained: tuple,
@@ -134,17 +135,17 @@ def place(
     Args:
       caller: whose errors there are.
       axes: over which devices share the rows.
+      mesh_axes: all that there are.
       param_specs: a ``PartitionSpec`` or a sharding for each leaf of `trained`, or for
         a subtree; None for replicated. Of other axes than `axes` nothing is read.
       gather: when to gather.
       trained: what is trained.
       labels: what an error shall call its leaves.
     """
+    # None is no leaf of what is trained.
+    given = jax.tree.map(_as_spec, param_specs, is_leaf=_is_spec)
     try:
-        specs = jax.tree.leaves(
-            jax.tree.broadcast(param_specs, trained, is_leaf=_is_spec),
-            is_leaf=_is_spec,
-        )
+        specs = jax.tree.leaves(jax.tree.broadcast(given, trained))
     except ValueError as error:
         raise ValueError(
             f"`{caller}(param_specs=...)` must have the structure of what is trained, "
@@ -154,29 +155,44 @@ def place(
         ) from error
     leaves = jax.tree.leaves(trained)
     shards = tuple(
-        _shards_of(caller, spec, jnp.ndim(leaf), axes, label)
+        _shards_of(caller, spec, jnp.ndim(leaf), axes, mesh_axes, label)
         for spec, leaf, label in zip(specs, leaves, labels, strict=True)
     )
     return Placement(axes, shards, gather)
 
 
+def read_spec(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that each dimension is divided over."""
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in spec)
+
+
 def _shards_of(
-    caller: str, spec: Any, ndim: int, axes: tuple[str, ...], label: str
+    caller: str,
+    spec: Any,
+    ndim: int,
+    axes: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
+    label: str,
 ) -> Shards:
     """What a spec says of `axes`."""
-    spec = getattr(spec, "spec", spec)
-    if spec is not None and not isinstance(spec, PartitionSpec):
+    is_spec = isinstance(spec, PartitionSpec)
+    if not is_spec or not all(isinstance(e, str | tuple | None) for e in spec):
         raise TypeError(
-            f"`{caller}(param_specs=...)` must hold a `PartitionSpec`, a "
+            f"`{caller}(param_specs=...)` must hold a `PartitionSpec` of names, a "
             f"`NamedSharding` or None for each parameter, got {spec!r} for {label}."
         )
-    entries = tuple(spec or ())
-    if len(entries) > ndim:
+    named = read_spec(spec)
+    if len(named) > ndim:
         raise ValueError(
             f"`{caller}(param_specs=...)` must have at most as many entries as the "
             f"parameter has axes, got {spec} for {label}, which has {ndim}."
         )
-    named = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    unknown = {axis for names in named for axis in names} - set(mesh_axes)
+    if unknown:
+        raise ValueError(
+            f"`{caller}(param_specs=...)` must name axes of the mesh, {mesh_axes}, got "
+            f"{sorted(unknown)} for {label}."
+        )
     kept = [tuple(axis for axis in names if axis in axes) for names in named]
     for names, ours in zip(named, kept, strict=True):
         if ours and ours != names:
@@ -190,6 +206,11 @@ def _shards_of(
 
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | jax.sharding.Sharding)
+
+
+def _as_spec(x: Any) -> Any:
+    """What a sharding says, without its mesh; None says that nothing is divided."""
+    return PartitionSpec() if x is None else getattr(x, "spec", x)
 
 
 def _spec_of(shards: Shards) -> PartitionSpec:

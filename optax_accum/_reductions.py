@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum._numerics import (
+    filled_like,
     is_array,
     is_inexact,
     is_numeric,
@@ -61,10 +62,9 @@ class Mergeable(Marker):
     def neutral(self) -> Self:
         """What changes nothing when it is merged with others, of these widened types.
 
-        Made by ``zeros_like`` or ``full_like``, which keep the sharding of an array and
-        the axes of a ``shard_map`` over which it varies.
+        See `filled_like`.
         """
-        return jax.tree.map(jnp.zeros_like, self)
+        return jax.tree.map(lambda x: filled_like(x, 0), self)
 
     def merge(self, later: Self) -> Self:
         """This and the `later` one, put together.
@@ -281,4 +281,4 @@ def _extreme(x: jax.Array, which: str) -> jax.Array:
         fill = getattr(jnp.iinfo(x.dtype), which)
     else:
         fill = jnp.inf if which == "max" else -jnp.inf
-    return jnp.full_like(x, fill)
+    return filled_like(x, fill)

@@ -148,6 +148,32 @@ def count_shards(batch: Any, axis: int) -> int:
     return math.lcm(*map(shards, jax.tree.leaves(batch)))
 
 
+def check_shards(caller: str, batch: Any, split: Split, axis: int) -> None:
+    """On Explicit axes JAX lays out no rows of which devices have unlike shares."""
+    shards = math.lcm(*(_explicit_shards(x, axis) for x in jax.tree.leaves(batch)))
+    sizes = (split.microbatch_size, split.remainder)
+    uneven = [n for n in sizes if n // split.group_size % shards]
+    if uneven and not split.is_whole:
+        unit = "rows" if split.group_size == 1 else f"groups of {split.group_size} rows"
+        raise ValueError(
+            f"`{caller}` must split a batch that is sharded on an Explicit mesh so "
+            f"that {shards} devices have as many {unit} in each micro-batch, got "
+            f"micro-batches of {' and '.join(str(n) for n in sizes if n)}; take fewer, "
+            "or `reduce_axes`, where each device splits its own."
+        )
+
+
+def _explicit_shards(leaf: Any, axis: int) -> int:
+    """Into how many parts the type of `leaf` says that its rows are divided."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None) if has_rows(leaf) else None
+    if sharding is None:
+        return 1
+    spec, mesh = tuple(sharding.spec), sharding.mesh
+    entry = spec[axis % np.ndim(leaf)] if spec else None
+    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def count_rows(caller: str, batch: dict[str, Any], axis: int) -> int:
     """The rows of a batch, which all its arrays must have in common.
 

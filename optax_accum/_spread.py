@@ -23,7 +23,16 @@ class Spread(NamedTuple):
         """The placement of what is trained."""
         if not self.axes:
             return Placement()
-        return place(caller, self.axes, self.param_specs, self.gather, trained, labels)
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        return place(
+            caller,
+            self.axes,
+            mesh.axis_names,
+            self.param_specs,
+            self.gather,
+            trained,
+            labels,
+        )
 
 
 def check_spread(
@@ -81,6 +90,19 @@ def count_sharers(caller: str, spread: Spread, rows: int) -> int:
     return devices
 
 
+def _choose_mesh(caller: str, given: Mesh | None) -> Mesh:
+    """That of an outer ``shard_map``, the one given, or that of ``jax.set_mesh``."""
+    context = jax.sharding.get_abstract_mesh()
+    if given is None or context.manual_axes:
+        return context
+    if not context.empty and given.abstract_mesh != context:
+        raise ValueError(
+            f"`{caller}(mesh=...)` must be the mesh of `jax.set_mesh` where there is "
+            f"one, got {given.abstract_mesh} inside {context}; leave `mesh` out."
+        )
+    return given
+
+
 def find_mesh(caller: str, spread: Spread) -> Mesh | None:
     """The mesh to spread over.
 
@@ -94,7 +116,7 @@ def find_mesh(caller: str, spread: Spread) -> Mesh | None:
             f"`{caller}(reduce_axes=...)` must be axes of the `shard_map` around it, "
             f"all or none, got {axes} inside one over {sorted(manual)}."
         )
-    mesh = spread.mesh or jax.sharding.get_abstract_mesh()
+    mesh = _choose_mesh(caller, spread.mesh)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(
             f"`{caller}(reduce_axes=...)` must be axes of the mesh, got {axes} for "

@@ -13,12 +13,13 @@ from optax_accum._auto import PlannedStep
 from optax_accum._checks import check_optimizer
 from optax_accum._job import prepare
 from optax_accum._memory_limit import check_memory_limit
+from optax_accum._mesh import lie_as
 from optax_accum._numerics import global_norm
 from optax_accum._over_devices import Call, run
 from optax_accum._placement import Gather
 from optax_accum._planner import make_plan
 from optax_accum._scan import Accumulated, Returned, accumulate_gradients
-from optax_accum._spread import Mesh, check_spread
+from optax_accum._spread import Mesh, Spread, check_spread, find_mesh
 from optax_accum._state import check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
 from optax_accum._sums import check_accumulator
@@ -156,7 +157,7 @@ def make_train_step(
                 lambda called: accumulate_gradients(called, accumulator),
             )
 
-        return _jit_step(optimizer, accumulate, has_aux, donate)
+        return _jit_step(optimizer, accumulate, spread, has_aux, donate)
 
     if num_microbatches != "auto":
         _check_no_limit(memory_limit)
@@ -182,6 +183,7 @@ def make_train_step(
 def _jit_step(
     optimizer: optax.GradientTransformationExtraArgs,
     accumulate: Callable[[Roles, Call], tuple[Accumulated, Returned]],
+    spread: Spread,
     has_aux: bool,
     donate: bool,
 ) -> jax.stages.Wrapped:
@@ -195,7 +197,10 @@ def _jit_step(
         whole, (loss, _) = accumulate(roles, call)
         check_terms("train_step", loss, state.opt_state)
         norm = global_norm(whole.grads)
-        return take_step(optimizer, state, whole, norm, extra, has_aux)
+        new, metrics = take_step(optimizer, state, whole, norm, extra, has_aux)
+        if find_mesh("make_train_step", spread) is not None:
+            new = lie_as(state, new)
+        return new, metrics
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
 

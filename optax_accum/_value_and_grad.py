@@ -127,8 +127,8 @@ def value_and_grad(
         an inner program twice, or to a scan together with what was computed from
         others. JAX cannot map it by ``vmap``. Where nothing in a micro-batch counts,
         its backward pass is skipped; so a masked loss cannot be differentiated again.
-        (Inside a ``shard_map`` in which devices differ in that, it is not skipped, and
-        a NaN stays.) A loss of 16 bits is weighed in 16 bits: return it in float32 if
+        (Inside a ``shard_map`` in which devices differ in that, and with `reduce_axes`,
+        it is not skipped, and a NaN stays.) A loss of 16 bits is weighed in 16 bits: return it in float32 if
         micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
         Those of an iteration may stand in memory together.
@@ -139,11 +139,14 @@ def value_and_grad(
         micro-batch.) Rows, N, `microbatch_size` and `Stack` are then those of a device.
         What `fun` returns for a micro-batch is put together over devices just as over
         micro-batches, so that it need not reduce anything itself; it may, over these
-        axes, as a BatchNorm with ``axis_name`` does. A carried state and `Last` must be
-        the same on all devices, which is shown by tracing once more. Keys are folded
-        with the number of the device too. All other axes of the mesh are left to the
-        compiler, tensor parallelism in `fun` among them. Inside a ``shard_map`` over
-        these axes, `fun` gets what the device has, and results are those of all.
+        axes, as a BatchNorm with ``axis_name`` does; but a `Sum` counts on each device.
+        A carried state and `Last` must be the same on all, which JAX's types have to
+        show, in one more trace. Keys are folded with the number of the device too.
+        Arguments that are not named are given whole to every device. All other axes of
+        the mesh are left to the compiler, tensor parallelism in `fun` among them.
+        Inside a ``shard_map`` over these axes, `fun` gets what the device has, and
+        results are those of all; with ``check_vma=False`` there, nothing shows that a
+        state is the same.
       param_specs: how the differentiated arguments are sharded over `reduce_axes`
         themselves (FSDP): a ``PartitionSpec`` or a sharding for every leaf, or for a
         subtree; of other axes nothing is read. `fun` sees whole parameters, gradients

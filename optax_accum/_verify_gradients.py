@@ -241,7 +241,7 @@ def check_one_reduction() -> Difference | Skip:
     report = collective_report(compiled)
     inside, outside = report.parameter_sized_inside, report.parameter_sized_outside
     if not inside:
-        assert_one_reduction(compiled)
+        assert_one_reduction(compiled, devices=mesh.size)
     return Difference(len(inside), detail=f"{len(outside)} after the loop, inside it ")
 
 

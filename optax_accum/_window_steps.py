@@ -21,6 +21,7 @@ from optax_accum._loss import (
     share_of_call,
     unit_of,
 )
+from optax_accum._mesh import lie_as
 from optax_accum._numerics import (
     find_difference,
     global_norm,
@@ -34,7 +35,7 @@ from optax_accum._outputs import over_rows
 from optax_accum._placement import Gather
 from optax_accum._reductions import Mergeable, is_marker
 from optax_accum._scan import Accumulated, Form, form_of, sum_gradients
-from optax_accum._spread import Mesh, check_spread
+from optax_accum._spread import Mesh, check_spread, find_mesh
 from optax_accum._state import TrainState, check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
 from optax_accum._sums import Accumulator, check_accumulator, read_sums
@@ -184,7 +185,10 @@ def make_window_steps(
         check_window("apply(state, window)", window, state, accumulator, spread)
         window = close_on_devices("make_window_steps", spread, state.params, window)
         whole, norm = _close(window)
-        return take_step(optimizer, state, whole, norm, extra, has_aux)
+        new, metrics = take_step(optimizer, state, whole, norm, extra, has_aux)
+        if find_mesh("make_window_steps", spread) is not None:
+            new = lie_as(state, new)
+        return new, metrics
 
     # Names in profiles, in logs of compilations and in errors.
     add_fn.__name__ = add_fn.__qualname__ = "add"

@@ -41,7 +41,7 @@ def run(tx, grads, weights=None, emit=None, value=None, check_vma=True):
             extra = {name: x[i, 0] for name, x in given.items()}
             if emit is not None:
                 extra["emit"] = jnp.asarray(bool(emit[i]))
-            grad = {"w": grads[i], "b": 2 * grads[i, 0]}
+            grad = {"w": grads[i], "b": grads[i, 0]}
             update, state = tx.update(grad, state, params, **extra)
             updates.append(update)
         # The sums differ from device to device: they stay inside.
@@ -56,7 +56,7 @@ def run(tx, grads, weights=None, emit=None, value=None, check_vma=True):
     )
     updates, state = jax.jit(mapped)(jnp.asarray(grads, jnp.float32), given)
     for update in updates:
-        np.testing.assert_array_equal(update["b"], 2 * update["w"][0])
+        np.testing.assert_array_equal(update["b"], update["w"][0])
     return np.array([update["w"][0] for update in updates]), state
 
 
@@ -225,6 +225,35 @@ def test_the_loop_that_the_docstring_describes():
     # Adam divides by the root of a square: an error of the gradient stays as it is.
     np.testing.assert_allclose(params, bare, rtol=4 * RTOL)
     chex.assert_trees_all_close(inner, bare_state, rtol=4 * RTOL)
+
+
+@pytest.mark.parametrize(
+    ("inner", "needs_value"),
+    [
+        (lambda: optax.apply_if_finite(optax.adam(0.1), 3), False),
+        (lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), True),
+        (lambda: optax_accum.accumulate(optax.adam(0.1), 1), False),
+    ],
+)
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_optimizers_with_branches(inner, needs_value, every_k):
+    """Whose types of what varies must be those of the mean."""
+    grads = np.arange(1.0, 9.0).reshape(2, 4)
+    value = grads if needs_value else None
+    tx = optax_accum.accumulate(inner(), every_k, reduce_axes="data")
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = run(tx, grads, value=value)
+        bare, params, expected = inner(), {"w": jnp.zeros(1), "b": jnp.zeros(())}, []
+        state = bare.init(params)
+        for mean in grads.reshape(-1, 4 * every_k).mean(axis=1).astype(np.float32):
+            extra = {"value": mean} if needs_value else {}
+            grad = {"w": mean[None], "b": mean}
+            update, state = optax.with_extra_args_support(bare).update(
+                grad, state, params, **extra
+            )
+            expected += [0.0] * (every_k - 1) + [update["w"][0]]
+    # Adam divides by the root of a square: an error of the gradient stays as it is.
+    np.testing.assert_allclose(updates, expected, rtol=4 * RTOL)
 
 
 def test_one_scalar_reduction_a_call_and_the_rest_in_the_branch():

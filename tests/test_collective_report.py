@@ -619,9 +619,9 @@ def in_parts(size, axes, mesh=None):
     return jax.ShapeDtypeStruct((size,), jnp.float32, sharding=sharding)
 
 
-def is_one_reduction(params, *lines):
+def is_one_reduction(params, *lines, devices=None):
     try:
-        assert_one_reduction(text_of(*lines), params)
+        assert_one_reduction(text_of(*lines), params, devices=devices)
     except AssertionError:
         return False
     return True
@@ -667,6 +667,26 @@ def test_stages():
     assert not is_one_reduction(whole, all_reduce(16, "{{0}}"), all_reduce(16))
 
 
+def test_over_how_many_devices():
+    """Else a replica whose gradient was forgotten would be none the wiser."""
+    params = {"a": in_parts(16, ("x", "y")), "b": jnp.ones(6)}
+    two, four = "{{0,1},{2,3}}", "{{0,1,2,3}}"
+    scatter = functools.partial(all_reduce, kind="reduce-scatter")
+    whole = all_reduce(6, four)
+    assert is_one_reduction(params, all_reduce(16, four), whole, devices=4)
+    assert not is_one_reduction(params, all_reduce(16, two), whole, devices=4)
+    assert is_one_reduction(params, all_reduce(16, two), all_reduce(6, two), devices=2)
+    # A stage over two, of what is left over two others.
+    stages = scatter(8, two), all_reduce(8, two)
+    assert is_one_reduction(params, *stages, whole, devices=4)
+    assert not is_one_reduction(params, *stages, whole, devices=8)
+    assert not is_one_reduction(params, scatter(8, two), whole, devices=4)
+    assert not is_one_reduction(params, *stages, all_reduce(6, two), devices=4)
+    with pytest.raises(AssertionError, match="6 entries added up over 2 devices of 4"):
+        text = text_of(*stages, all_reduce(6, two))
+        assert_one_reduction(text, params, devices=4)
+
+
 def test_parts_of_tensors_in_parts():
     """Any axes may be gathered while a gradient is reduced."""
     mesh = auto_mesh((2, 4), ("x", "y"))
@@ -675,7 +695,9 @@ def test_parts_of_tensors_in_parts():
         for size in (64, 32, 16, 8):
             assert is_one_reduction([placed], all_reduce(size)), size
         assert not is_one_reduction([placed], all_reduce(4))
-    assert not is_one_reduction([in_parts(64, "y", mesh)], all_reduce(32))
+    # Over an axis that it is not divided over, the compiler may divide it for itself.
+    assert is_one_reduction([in_parts(64, "y", mesh)], all_reduce(32))
+    assert not is_one_reduction([in_parts(64, "y", mesh)], all_reduce(4))
     cube = in_parts(64, ("x", "y", "z"), auto_mesh((2, 2, 2), ("x", "y", "z")))
     for size in (64, 32, 16, 8):
         assert is_one_reduction([cube], all_reduce(size)), size

@@ -342,6 +342,61 @@ def test_scalars_none_and_what_is_no_array_in_a_call():
     assert abs(grad / expected - 1) < 4 * F32_ULP
 
 
+@pytest.mark.parametrize("specs", [None, {"w": P("data"), "b": None}, P()])
+def test_parameters_with_none_among_them(specs):
+    """As an optional bias, or what `equinox.partition` has left of a model."""
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    params = {"w": np.arange(4.0, dtype=np.float32), "b": None}
+    for value, grads in in_doors(
+        loss_fn, params, x, 2, reduce_axes="data", mesh=MESH, param_specs=specs
+    ):
+        expected = jax.value_and_grad(loss_fn)(params, x)
+        assert grads["b"] is None
+        assert largest_relative_error((value, grads), expected) < RTOL
+
+
+def test_outside_of_jit_on_a_mesh_with_other_axes():
+    grad = optax_accum.grad(
+        token_loss,
+        num_microbatches=2,
+        reduce_axes="data",
+        mesh=MESHES["auto, with a model axis"],
+    )
+    assert largest_relative_error(grad(table(), tokens()), token_oracle()[1]) < RTOL
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_with_a_shard_map_of_its_own(n):
+    """Over another axis; with a state, so that its types are followed, too."""
+    mesh = MESHES["auto, with a model axis"]
+
+    def multiply(w, x):
+        spread = jax.shard_map(
+            lambda w, x: jax.lax.psum(x @ w, "model"),
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(P("model"), P(None, "model")),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return spread(w, x)
+
+    def loss_fn(w, x, count):
+        return jnp.mean(jnp.tanh(multiply(w, x)) ** 2), count + 1
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=s).astype(np.float32) for s in ((4, 4), (8, 4)))
+    grad = optax_accum.grad(
+        loss_fn, num_microbatches=n, carry_argnum=2, reduce_axes="data", mesh=mesh
+    )
+    grads, count = jax.jit(grad)(w, x, np.int32(0))
+    expected = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    assert largest_relative_error(grads, expected) < RTOL and count == n
+
+
 def test_a_model_that_begins_its_scan_with_zeros():
     """JAX's types of what varies over devices would refuse it."""
 
@@ -574,8 +629,25 @@ def test_state_of_which_types_do_not_tell_is_refused():
         return total / 2, jax.lax.pmean(state + total, "data")
 
     value = optax_accum.value(loss_fn, carry_argnum=2, reduce_axes="data", mesh=MESH)
-    with pytest.raises(TypeError, match="whose types do not tell: scan"):
+    with pytest.raises(TypeError, match="types do not tell, TypeError: scan"):
         jax.jit(value)(1.0, np.arange(8.0, dtype=np.float32), np.float32(0))
+
+
+def test_a_model_that_types_refuse_is_told_so():
+    """A rule that returns a constant: right, and of no type that JAX accepts."""
+
+    @jax.custom_vjp
+    def forward(w):
+        return w
+
+    forward.defvjp(lambda w: (w, None), lambda _, g: (jnp.ones(()),))
+
+    def loss_fn(w, x):
+        return forward(w) * jnp.mean(x), optax_accum.Last(jnp.ones(()))
+
+    grad = optax_accum.grad(loss_fn, has_aux=True, reduce_axes="data", mesh=MESH)
+    with pytest.raises(TypeError, match="types do not tell, ValueError: Custom VJP"):
+        jax.jit(grad)(np.float32(1), np.ones(8, np.float32))
 
 
 # -- Parameters that are sharded over the same devices
@@ -800,6 +872,31 @@ def test_tensor_parallelism_stays_with_the_compiler():
 # -- One step, compiled once; state where the parameters are
 
 
+@pytest.mark.parametrize("door", [2, 3])
+def test_what_the_compiler_would_lay_out_otherwise_stays(door):
+    """A scale that all have, used where a layer is in parts; and its moments."""
+    mesh = MESHES["auto, with a model axis"]
+    specs = {"embedding": P(None, "model"), "hidden": P("model"), "bias": P()}
+
+    def loss_fn(params, batch):
+        hidden = params["embedding"][batch["ids"]] * params["bias"][None, None]
+        out = jnp.tanh(hidden @ params["hidden"])
+        return optax_accum.mean(jnp.sum(out**2, axis=-1), where=batch["mask"])
+
+    optimizer = optax.adam(1e-3)
+    state = optax_accum.init_train_state(lay(table(), mesh, specs), optimizer)
+    batch = lay(tokens(), mesh, P("data"))
+    options = dict(reduce_axes="data", mesh=mesh, donate=False)
+    if door == 2:
+        step = optax_accum.make_train_step(loss_fn, optimizer, **options)
+        after, _ = step(state, batch)
+    else:
+        add, apply = optax_accum.make_window_steps(loss_fn, optimizer, **options)
+        after, _ = apply(state, add(state, batch, None))
+    for old, new in zip(*map(jax.tree.leaves, (state, after)), strict=True):
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
 @pytest.mark.parametrize("kind", [auto_mesh, explicit_mesh])
 @pytest.mark.parametrize("num_microbatches", [2, "auto"])
 def test_one_compilation_and_shardings_that_stay(kind, num_microbatches, caplog):
@@ -982,7 +1079,7 @@ FSDP = {"embedding": P("data"), "hidden": P(), "bias": P()}
         (
             {"reduce_axes": "data", "mesh": MESH, "param_specs": "data"},
             TypeError,
-            "`PartitionSpec`, a `NamedSharding` or None for each parameter, got 'data'",
+            "`PartitionSpec` of names, a `NamedSharding` or None .*, got 'data'",
         ),
         (
             {
@@ -997,7 +1094,11 @@ FSDP = {"embedding": P("data"), "hidden": P(), "bias": P()}
             {
                 "reduce_axes": "shard",
                 "mesh": HYBRID,
-                "param_specs": FSDP | {"hidden": P(("replica", "shard"))},
+                "param_specs": {
+                    "embedding": P("shard"),
+                    "hidden": P(("replica", "shard")),
+                    "bias": None,
+                },
             },
             ValueError,
             r"must not divide one axis .* got \('replica', 'shard'\) for params",
@@ -1018,6 +1119,84 @@ FSDP = {"embedding": P("data"), "hidden": P(), "bias": P()}
 def test_what_it_must_be_given(options, kind, message):
     with pytest.raises(kind, match=message):
         call(**options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "message"),
+    [
+        (P("fsdp"), ValueError, r"axes of the mesh, \('data',\), got \['fsdp'\] for"),
+        (P(P.UNCONSTRAINED), TypeError, "a `PartitionSpec` of names"),
+        (
+            P(None, "data"),
+            ValueError,
+            r"got \('data',\), of 4 devices, for float32\[8,6\] at params\['w'\]",
+        ),
+    ],
+)
+def test_specs_that_do_not_fit(spec, kind, message):
+    with pytest.raises(kind, match=message):
+        call(
+            lambda params, x: jnp.mean(x @ params["w"]),
+            {"w": np.ones((8, 6), np.float32)},
+            np.ones((8, 8), np.float32),
+            reduce_axes="data",
+            mesh=MESH,
+            param_specs={"w": spec},
+        )
+
+
+@pytest.mark.parametrize("spec", [None, P()])
+def test_rows_that_are_everywhere_are_taken(spec):
+    """On Explicit axes, too, where JAX itself would refuse them."""
+    mesh = MESHES["explicit"]
+    batch = tokens() if spec is None else lay(tokens(), mesh, spec)
+    with jax.set_mesh(mesh):
+        got = call(batch=batch, reduce_axes="data", num_microbatches=2)
+    assert largest_relative_error(got, token_oracle()) < RTOL
+
+
+def test_rows_that_lie_along_another_axis():
+    mesh = MESHES["explicit"]
+    batch = {"x": lay(np.ones((8, 4), np.float32), mesh, P(None, "data"))}
+    with pytest.raises(ValueError, match=r"sharded by its rows.*at batch\['x'\]; put"):
+        call(
+            lambda params, batch: jnp.mean(batch["x"]) * jnp.sum(params["bias"]),
+            batch=batch,
+            reduce_axes="data",
+            mesh=mesh,
+        )
+
+
+def test_sums_that_jax_cannot_scatter():
+    mesh = MESHES["explicit, with a model axis"]
+    params = {"w": lay(np.ones((8, 8), np.float32), mesh, P("data", "model"))}
+    with pytest.raises(ValueError, match=r"no other Explicit axis.*\['model'\] Auto"):
+        call(
+            lambda params, x: jnp.mean(params["w"]) * jnp.mean(x),
+            params,
+            np.ones((8, 8), np.float32),
+            reduce_axes="data",
+            mesh=mesh,
+            param_specs=P("data"),
+        )
+
+
+def test_another_mesh_than_that_of_the_context():
+    with jax.set_mesh(HYBRID), pytest.raises(ValueError, match="`jax.set_mesh` where"):
+        call(reduce_axes="data", mesh=MESH)
+
+
+def test_a_mesh_inside_a_shard_map_over_another_axis():
+    mapped = jax.shard_map(
+        optax_accum.grad(token_loss, reduce_axes="shard", mesh=HYBRID),
+        mesh=HYBRID,
+        in_specs=(P(), P()),
+        out_specs=P(),
+        axis_names={"replica"},
+        check_vma=False,
+    )
+    grads = jax.jit(mapped)(table(), tokens())
+    assert largest_relative_error(grads, token_oracle()[1]) < RTOL
 
 
 def test_rows_that_devices_cannot_share():

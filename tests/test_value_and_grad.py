@@ -515,6 +515,18 @@ def test_a_batch_sharded_over_devices_stays_where_it_is(axis_type):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [({"num_microbatches": 8}, "2"), ({"microbatch_size": 6}, "6 and 4")],
+)
+def test_rows_that_an_explicit_mesh_cannot_lay_out(options, sizes):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(np.ones((16, 2), np.float32), NamedSharding(mesh, P("data")))
+    grad = optax_accum.grad(lambda w, x: jnp.mean(w * x), **options)
+    with pytest.raises(ValueError, match=f"4 devices .* of {sizes}; take fewer"):
+        jax.jit(grad)(jnp.float32(1), x)
+
+
 def test_inside_shard_map(batch, params):
     mesh = auto_mesh((4,), ("data",))
 
