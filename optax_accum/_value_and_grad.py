@@ -128,8 +128,8 @@ def value_and_grad(
         others. JAX cannot map it by ``vmap``. Where nothing in a micro-batch counts,
         its backward pass is skipped; so a masked loss cannot be differentiated again.
         (Inside a ``shard_map`` in which devices differ in that, and with `reduce_axes`,
-        it is not skipped, and a NaN stays.) A loss of 16 bits is weighed in 16 bits: return it in float32 if
-        micro-batches differ in their rows.
+        it is not skipped, and a NaN stays.) A loss of 16 bits is weighed in 16 bits:
+        return it in float32 if micro-batches differ in their rows.
       unroll: how many micro-batches to put into one iteration, as in ``jax.lax.scan``.
         Those of an iteration may stand in memory together.
       reduce_axes: the mesh axes over which devices share the rows, a name or several.
