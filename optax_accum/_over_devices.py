@@ -8,14 +8,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from optax_accum._arguments import Roles, find, replace, values_at
-from optax_accum._job import Job, label_leaves, labelled
+from optax_accum._job import label_leaves, labelled
 from optax_accum._layout import check_parameter, check_rows, lay_out
 from optax_accum._outputs import Disagreement
 from optax_accum._placement import Placement
-from optax_accum._reductions import Concat, Last, Stack, is_marker, map_markers
-from optax_accum._scan import Accumulated, Returned
+from optax_accum._reductions import Last, is_marker
 from optax_accum._split import count_rows, has_rows
-from optax_accum._spread import Mesh, Spread, count_sharers, find_mesh
+from optax_accum._spread import Mesh, Spread, count_sharers
 
 # The arguments of a function: by position, by keyword.
 Call = tuple[Sequence[Any], dict[str, Any]]
@@ -30,84 +29,9 @@ class Parts(NamedTuple):
     must_agree: bool = False  # whether JAX's types shall show that
 
 
-def run(
-    caller: str,
-    spread: Spread,
-    job: Callable[[Roles, Sequence, dict[str, Any]], Job],
-    roles: Roles,
-    call: Call,
-    batch_axis: int,
-    work: Callable[[Job], tuple[Accumulated, Returned]],
-) -> tuple[Accumulated, Returned]:
-    """``work(job(roles, *call))``, on all devices if they shall share the rows.
-
-    Args:
-      caller: whose errors there are.
-      spread: over which devices.
-      job: makes the job of a call.
-      roles: which arguments of the call are what.
-      call: the arguments.
-      batch_axis: the axis of the rows.
-      work: what is done.
-    """
-    mesh = find_mesh(caller, spread)
-    if mesh is None:
-        return work(job(roles, *call))
-    in_specs, placement = call_specs(caller, spread, mesh, roles, call, batch_axis)
-    returned: Any = None
-
-    def body(call):
-        nonlocal returned
-        whole, returned = work(job(roles, *call))
-        return _take_apart(whole, returned)
-
-    def like_trained(specs):
-        trained = values_at(find(caller, roles, *call), *call).differentiated
-        return jax.tree.unflatten(jax.tree.structure(trained), specs)
-
-    parts = spread_out(
-        caller, spread, mesh, body, call, in_specs, like_trained(placement.specs())
-    )
-    return _put_together(parts, returned), returned
-
-
-def _take_apart(whole: Accumulated, returned: Returned) -> Parts:
-    """What all micro-batches come to, by how that of other devices is put to it."""
-    _, aux = returned
-
-    def keep(stacked):
-        return map_markers(
-            lambda marker, value: value if _is_stacked(marker) == stacked else None,
-            aux,
-            whole.aux,
-        )
-
-    return Parts(
-        sums=whole.grads,
-        stacked=keep(True),
-        equal=whole._replace(grads=(), aux=keep(False)),
-        must_agree=bool(whole.carry) or holds_last(aux),
-    )
-
-
-def _put_together(parts: Parts, returned: Returned) -> Accumulated:
-    """What `_take_apart` has taken apart."""
-    _, aux = returned
-
-    def choose(marker, stacked, equal):
-        return stacked if _is_stacked(marker) else equal
-
-    aux = map_markers(choose, aux, parts.stacked, parts.equal.aux)
-    return parts.equal._replace(grads=parts.sums, aux=aux)
-
-
 def holds_last(aux: Any) -> bool:
     markers = jax.tree.leaves(aux, is_leaf=is_marker)
     return any(isinstance(marker, Last) for marker in markers)
-
-
-def _is_stacked(marker: Any) -> bool:
-    return isinstance(marker, Stack | Concat)
 
 
 def call_specs(

@@ -10,20 +10,17 @@ from jax.typing import DTypeLike
 
 from optax_accum._checks import (
     check_callable,
-    check_index,
     check_optimizer,
-    check_unroll,
     shown,
 )
+from optax_accum._loop import make_loop
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._numerics import kind_of
 from optax_accum._placement import Gather
 from optax_accum._plan import Plan
 from optax_accum._planner import make_plan
-from optax_accum._split import check_split
-from optax_accum._spread import Mesh, check_spread
+from optax_accum._spread import Mesh
 from optax_accum._state import check_made_by
-from optax_accum._sums import check_accumulator
 from optax_accum._train_step import make_train_step
 
 
@@ -134,19 +131,9 @@ def plan_microbatches(
       >>> plan.num_microbatches, plan.microbatch_size
       (4, 2048)
     """
-    check_callable("the first argument of plan_microbatches", loss_fn)
     call = "plan_microbatches(loss_fn, optimizer, state, batch)"
     optimizer = check_optimizer(call, optimizer)
     check_made_by(call, optimizer, state)
-    check_split("plan_microbatches", None, None, group_size)
-    check_index("plan_microbatches(batch_axis=...)", batch_axis)
-    check_unroll("plan_microbatches", unroll)
-    accumulator = check_accumulator(
-        "plan_microbatches", accumulator_dtype, compensated, in_place
-    )
-    spread = check_spread(
-        "plan_microbatches", reduce_axes, param_specs, gather, mesh, in_place=in_place
-    )
     options = dict(
         group_size=group_size,
         has_aux=has_aux,
@@ -159,11 +146,11 @@ def plan_microbatches(
         param_specs=param_specs,
         gather=gather,
         mesh=mesh,
-        donate=donate,
     )
+    loop = make_loop("plan_microbatches", loss_fn, **options)
     return make_plan(
         "plan_microbatches",
-        _builder(loss_fn, optimizer, factory, options),
+        _builder(loss_fn, optimizer, factory, options | {"donate": donate}),
         (state, batch, *args),
         _check_extra(extra_args),
         memory_limit=check_memory_limit(
@@ -171,8 +158,8 @@ def plan_microbatches(
         ),
         group_size=group_size,
         batch_axis=batch_axis,
-        accumulator=None if factory else accumulator,
-        spread=spread,
+        accumulator=None if factory else loop.accumulator,
+        spread=loop.spread,
         exhaustive=exhaustive,
     )
 

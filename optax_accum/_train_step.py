@@ -8,21 +8,17 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from optax_accum._arguments import Roles
 from optax_accum._auto import PlannedStep
 from optax_accum._checks import check_optimizer
-from optax_accum._job import prepare
+from optax_accum._loop import Loop, make_loop
 from optax_accum._memory_limit import check_memory_limit
 from optax_accum._mesh import lie_as
 from optax_accum._numerics import global_norm
-from optax_accum._over_devices import Call, run
 from optax_accum._placement import Gather
 from optax_accum._planner import make_plan
-from optax_accum._scan import Accumulated, Returned, accumulate_gradients
-from optax_accum._spread import Mesh, Spread, check_spread, find_mesh
+from optax_accum._spread import Mesh, find_mesh
 from optax_accum._state import check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
-from optax_accum._sums import check_accumulator
 
 
 def make_train_step(
@@ -125,14 +121,8 @@ def make_train_step(
       0.6 1.5 4.0
     """
     optimizer = check_optimizer("make_train_step(loss_fn, optimizer)", optimizer)
-    accumulator = check_accumulator(
-        "make_train_step", accumulator_dtype, compensated, in_place
-    )
-    spread = check_spread(
-        "make_train_step", reduce_axes, param_specs, gather, mesh, in_place=in_place
-    )
-    job = functools.partial(
-        prepare,
+    loop = functools.partial(
+        make_loop,
         "make_train_step",
         loss_fn,
         microbatch_size=microbatch_size,
@@ -140,30 +130,58 @@ def make_train_step(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
-        spread=spread,
+        accumulator_dtype=accumulator_dtype,
+        compensated=compensated,
+        in_place=in_place,
+        reduce_axes=reduce_axes,
+        param_specs=param_specs,
+        gather=gather,
+        mesh=mesh,
     )
 
     def build(num_microbatches):
-        split_job = job(num_microbatches=num_microbatches)
-
-        def accumulate(roles, call):
-            return run(
-                "make_train_step",
-                spread,
-                split_job,
-                roles,
-                call,
-                batch_axis,
-                lambda called: accumulate_gradients(called, accumulator),
-            )
-
-        return _jit_step(optimizer, accumulate, spread, has_aux, donate)
+        split = loop(num_microbatches=num_microbatches)
+        return _jit_step(optimizer, split, has_aux, donate)
 
     if num_microbatches != "auto":
         _check_no_limit(memory_limit)
         return build(num_microbatches)
     _check_auto(microbatch_size)
-    build(1)  # so that what is wrong with the options is said now
+    # Made now, so that what is wrong with the options is said.
+    return _plan_step(build, loop(num_microbatches=None), group_size, memory_limit)
+
+
+def _jit_step(
+    optimizer: optax.GradientTransformationExtraArgs,
+    loop: Loop,
+    has_aux: bool,
+    donate: bool,
+) -> jax.stages.Wrapped:
+    """The step with the gradient that `loop` makes of a call of the loss."""
+
+    def train_step(state, batch, *args, **extra):
+        check_made_by("train_step(state, batch)", optimizer, state)
+        check_emit("train_step(state, batch, emit=...)", state.opt_state, extra)
+        roles, keywords = model_inputs(state)
+        call = (state.params, batch, *args), keywords
+        whole, (loss, _) = loop.accumulate(roles, call)
+        check_terms("train_step", loss, state.opt_state)
+        norm = global_norm(whole.grads)
+        new, metrics = take_step(optimizer, state, whole, norm, extra, has_aux)
+        if find_mesh("make_train_step", loop.spread) is not None:
+            new = lie_as(state, new)
+        return new, metrics
+
+    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def _plan_step(
+    build: Callable[[int], jax.stages.Wrapped],
+    loop: Loop,
+    group_size: int,
+    memory_limit: Any,
+) -> PlannedStep:
+    """The step that plans for itself."""
     return PlannedStep(
         functools.partial(
             make_plan,
@@ -173,36 +191,11 @@ def make_train_step(
                 "make_train_step(memory_limit=...)", memory_limit
             ),
             group_size=group_size,
-            batch_axis=batch_axis,
-            accumulator=accumulator,
-            spread=spread,
+            batch_axis=loop.batch_axis,
+            accumulator=loop.accumulator,
+            spread=loop.spread,
         )
     )
-
-
-def _jit_step(
-    optimizer: optax.GradientTransformationExtraArgs,
-    accumulate: Callable[[Roles, Call], tuple[Accumulated, Returned]],
-    spread: Spread,
-    has_aux: bool,
-    donate: bool,
-) -> jax.stages.Wrapped:
-    """The step with the gradient that `accumulate` makes of a call of the loss."""
-
-    def train_step(state, batch, *args, **extra):
-        check_made_by("train_step(state, batch)", optimizer, state)
-        check_emit("train_step(state, batch, emit=...)", state.opt_state, extra)
-        roles, keywords = model_inputs(state)
-        call = (state.params, batch, *args), keywords
-        whole, (loss, _) = accumulate(roles, call)
-        check_terms("train_step", loss, state.opt_state)
-        norm = global_norm(whole.grads)
-        new, metrics = take_step(optimizer, state, whole, norm, extra, has_aux)
-        if find_mesh("make_train_step", spread) is not None:
-            new = lie_as(state, new)
-        return new, metrics
-
-    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
 
 
 # -- Errors

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_accum._arguments import Roles, check_disjoint, name_arguments
-from optax_accum._job import prepare
+from optax_accum._loop import make_loop
 from optax_accum._outputs import as_returned
-from optax_accum._over_devices import run
-from optax_accum._scan import Accumulated, Returned, evaluate
-from optax_accum._spread import Mesh, check_spread
+from optax_accum._scan import Accumulated, Returned
+from optax_accum._spread import Mesh
 
 
 def value(
@@ -80,8 +79,7 @@ def value(
         (rng_argnums, rng_argnames),
         (carry_argnum, carry_argname),
     )
-    spread = check_spread("value", reduce_axes, None, None, mesh)
-    job = prepare(
+    loop = make_loop(
         "value",
         fun,
         num_microbatches=num_microbatches,
@@ -90,15 +88,13 @@ def value(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
-        spread=spread,
+        reduce_axes=reduce_axes,
+        mesh=mesh,
     )
 
     @functools.wraps(fun)
     def value_fn(*args, **kwargs):
-        call = (args, kwargs)
-        return value_of(
-            *run("value", spread, job, roles, call, batch_axis, evaluate), has_aux
-        )
+        return value_of(*loop.evaluate(roles, (args, kwargs)), has_aux)
 
     return value_fn
 

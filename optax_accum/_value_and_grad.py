@@ -6,14 +6,12 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from optax_accum._arguments import find, name_arguments, values_at
-from optax_accum._job import prepare
+from optax_accum._arguments import Roles, find, name_arguments, values_at
+from optax_accum._loop import make_loop
 from optax_accum._numerics import cast_as, widen
-from optax_accum._over_devices import run
+from optax_accum._over_devices import Call
 from optax_accum._placement import Gather
-from optax_accum._scan import accumulate_gradients
-from optax_accum._spread import Mesh, check_spread
-from optax_accum._sums import check_accumulator
+from optax_accum._spread import Mesh
 from optax_accum._value import name_roles, value_of
 
 
@@ -193,11 +191,7 @@ def value_and_grad(
       Ott et al., `Scaling Neural Machine Translation
       <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.2 (delayed updates).
     """
-    if argnums is None and argnames is None:
-        argnums = 0
-    accumulator = check_accumulator(
-        "value_and_grad", accumulator_dtype, compensated, in_place
-    )
+    argnums, is_single = _choose(argnums, argnames)
     roles = name_roles(
         "value_and_grad",
         fun,
@@ -206,18 +200,7 @@ def value_and_grad(
         (rng_argnums, rng_argnames),
         (carry_argnum, carry_argname),
     )
-    chosen = [which for which in (argnums, argnames) if which is not None]
-    is_single = len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
-    spread = check_spread(
-        "value_and_grad",
-        reduce_axes,
-        param_specs,
-        gather,
-        mesh,
-        in_place=in_place,
-        is_single=is_single,
-    )
-    job = prepare(
+    loop = make_loop(
         "value_and_grad",
         fun,
         num_microbatches=num_microbatches,
@@ -226,30 +209,42 @@ def value_and_grad(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
-        spread=spread,
+        accumulator_dtype=accumulator_dtype,
+        compensated=compensated,
+        in_place=in_place,
+        reduce_axes=reduce_axes,
+        param_specs=param_specs,
+        gather=gather,
+        mesh=mesh,
+        is_single=is_single,
     )
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        whole, returned = run(
-            "value_and_grad",
-            spread,
-            job,
-            roles,
-            (args, kwargs),
-            batch_axis,
-            lambda called: accumulate_gradients(called, accumulator),
-        )
-        if accumulator_dtype is None:
-            places = find("value_and_grad", roles, args, kwargs)
-            trained = values_at(places, args, kwargs).differentiated
-            grads = cast_as(whole.grads, trained)
-        else:
-            grads = widen(whole.grads, accumulator_dtype)
-        value = value_of(whole, returned, has_aux)
-        return value, grads[0] if is_single else grads
+        call = args, kwargs
+        whole, returned = loop.accumulate(roles, call)
+        grads = _in_dtypes(whole.grads, accumulator_dtype, roles, call)
+        return value_of(whole, returned, has_aux), grads[0] if is_single else grads
 
     return value_and_grad_fn
+
+
+def _choose(argnums: Any, argnames: Any) -> tuple[Any, bool]:
+    """The positions to differentiate, and whether they are one argument alone."""
+    if argnums is None and argnames is None:
+        argnums = 0
+    chosen = [which for which in (argnums, argnames) if which is not None]
+    return argnums, len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
+
+
+def _in_dtypes(
+    grads: tuple, dtype: DTypeLike | None, roles: Roles, call: Call
+) -> tuple[Any, ...]:
+    """The gradients in `dtype`, by default in those of the arguments of the call."""
+    if dtype is not None:
+        return widen(grads, dtype)
+    places = find("value_and_grad", roles, *call)
+    return cast_as(grads, values_at(places, *call).differentiated)
 
 
 def grad(fun: Callable, **options: Any) -> Callable:

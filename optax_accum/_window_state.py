@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from optax_accum._arguments import Roles
 from optax_accum._fold import over_devices
 from optax_accum._job import label_leaves
+from optax_accum._loop import Loop
 from optax_accum._numerics import find_difference, kind_of
 from optax_accum._over_devices import (
     Call,
@@ -26,7 +27,7 @@ from optax_accum._over_devices import (
 from optax_accum._placement import Placement
 from optax_accum._spread import Mesh, Spread, find_mesh
 from optax_accum._state import TrainState
-from optax_accum._sums import Accumulator, read_sums, zero_sums
+from optax_accum._sums import read_sums, zero_sums
 from optax_accum._terms import Mean, Sum
 
 
@@ -65,20 +66,19 @@ Add = Callable[[Call, WindowState | None, Any], WindowState]
 
 
 def add_on_devices(
-    caller: str,
-    spread: Spread,
+    loop: Loop,
     roles: Roles,
     call: Call,
-    batch_axis: int,
     window: WindowState | None,
     denominators: Any,
     add: Add,
 ) -> WindowState:
     """``add(call, window, denominators)``, on all devices if they share the rows."""
+    caller, spread = loop.caller, loop.spread
     mesh = find_mesh(caller, spread)
     if mesh is None:
         return add(call, window, denominators)
-    specs, placement = call_specs(caller, spread, mesh, roles, call, batch_axis)
+    specs, placement = call_specs(caller, spread, mesh, roles, call, loop.batch_axis)
     (params, *_), _ = call
     layout = _layout(placement, params)
 
@@ -99,10 +99,9 @@ def add_on_devices(
     return _put_together(parts)
 
 
-def close_on_devices(
-    caller: str, spread: Spread, params: Any, window: WindowState
-) -> WindowState:
+def close_on_devices(loop: Loop, params: Any, window: WindowState) -> WindowState:
     """`window` as one device would have it that had seen all rows."""
+    caller, spread = loop.caller, loop.spread
     placement = _place(caller, spread, params)
 
     def close(window):
@@ -194,19 +193,17 @@ def _place(caller: str, spread: Spread, params: Any) -> Placement:
 # -- What it must be
 
 
-def check_window(
-    call: str, window: Any, state: TrainState, accumulator: Accumulator, spread: Spread
-) -> None:
+def check_window(call: str, window: Any, state: TrainState, loop: Loop) -> None:
     """A window that `add` made with this state."""
     if not isinstance(window, WindowState):
         raise TypeError(
             f"`{call}` must be given a window that `add` returned, got "
             f"{kind_of(window)}; `add(state, batch, None)` opens one."
         )
-    sums = jax.eval_shape(lambda: zero_sums(state.params, accumulator))
-    mesh = find_mesh("make_window_steps", spread)
+    sums = jax.eval_shape(lambda: zero_sums(state.params, loop.accumulator))
+    mesh = find_mesh(loop.caller, loop.spread)
     if mesh is not None:
-        placement = _place("make_window_steps", spread, state.params)
+        placement = _place(loop.caller, loop.spread, state.params)
         sums = _on_devices(sums, state.params, mesh, placement)
     difference = find_difference(window.acc_grads, sums, "acc_grads")
     difference = difference or find_difference(

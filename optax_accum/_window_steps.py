@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._checks import check_optimizer
 from optax_accum._fold import fold, values_of
-from optax_accum._job import Job, prepare
+from optax_accum._job import Job
+from optax_accum._loop import Loop, make_loop
 from optax_accum._loss import (
     Measure,
     anything_counts,
@@ -35,10 +36,10 @@ from optax_accum._outputs import over_rows
 from optax_accum._placement import Gather
 from optax_accum._reductions import Mergeable, is_marker
 from optax_accum._scan import Accumulated, Form, form_of, sum_gradients
-from optax_accum._spread import Mesh, check_spread, find_mesh
+from optax_accum._spread import Mesh, find_mesh
 from optax_accum._state import TrainState, check_made_by, model_inputs
 from optax_accum._step import check_emit, check_terms, take_step
-from optax_accum._sums import Accumulator, check_accumulator, read_sums
+from optax_accum._sums import Accumulator, read_sums
 from optax_accum._terms import Mean, RowMean, Sum, Terms, terms_of
 from optax_accum._window_state import (
     WindowState,
@@ -136,13 +137,7 @@ def make_window_steps(
       4.0 2 3.0
     """
     optimizer = check_optimizer("make_window_steps(loss_fn, optimizer)", optimizer)
-    accumulator = check_accumulator(
-        "make_window_steps", accumulator_dtype, compensated, in_place
-    )
-    spread = check_spread(
-        "make_window_steps", reduce_axes, param_specs, gather, mesh, in_place=in_place
-    )
-    job = prepare(
+    loop = make_loop(
         "make_window_steps",
         loss_fn,
         num_microbatches=num_microbatches,
@@ -151,53 +146,58 @@ def make_window_steps(
         has_aux=has_aux,
         batch_axis=batch_axis,
         unroll=unroll,
-        spread=spread,
+        accumulator_dtype=accumulator_dtype,
+        compensated=compensated,
+        in_place=in_place,
+        reduce_axes=reduce_axes,
+        param_specs=param_specs,
+        gather=gather,
+        mesh=mesh,
+    )
+    return (
+        jax.jit(_make_add(optimizer, loop), donate_argnums=(2,) if donate else ()),
+        # Not the window: no result has room for it.
+        jax.jit(
+            _make_apply(optimizer, loop, has_aux), donate_argnums=(0,) if donate else ()
+        ),
     )
 
-    def add_fn(state, batch, window, *args, denominators=None):
-        check_made_by("add(state, batch, window)", optimizer, state)
+
+def _make_add(
+    optimizer: optax.GradientTransformationExtraArgs, loop: Loop
+) -> Callable[..., WindowState]:
+    def add(state, batch, window, *args, denominators=None):
+        call_of_user = "add(state, batch, window)"
+        check_made_by(call_of_user, optimizer, state)
         if window is not None:
-            check_window(
-                "add(state, batch, window)", window, state, accumulator, spread
-            )
+            check_window(call_of_user, window, state, loop)
             state = state._replace(model_state=window.model_state)
         roles, keywords = model_inputs(state)
         call = (state.params, batch, *args), keywords
 
         def add_here(call, window, denominators):
-            called = job(roles, *call)
-            return _add(called, state, window, denominators, accumulator)
+            job = loop.job(roles, *call)
+            return _add(job, state, window, denominators, loop.accumulator)
 
-        return add_on_devices(
-            "make_window_steps",
-            spread,
-            roles,
-            call,
-            batch_axis,
-            window,
-            denominators,
-            add_here,
-        )
+        return add_on_devices(loop, roles, call, window, denominators, add_here)
 
-    def apply_fn(state, window, **extra):
+    return add
+
+
+def _make_apply(
+    optimizer: optax.GradientTransformationExtraArgs, loop: Loop, has_aux: bool
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    def apply(state, window, **extra):
         check_made_by("apply(state, window)", optimizer, state)
         check_emit("apply(state, window, emit=...)", state.opt_state, extra)
-        check_window("apply(state, window)", window, state, accumulator, spread)
-        window = close_on_devices("make_window_steps", spread, state.params, window)
-        whole, norm = _close(window)
+        check_window("apply(state, window)", window, state, loop)
+        whole, norm = _close(close_on_devices(loop, state.params, window))
         new, metrics = take_step(optimizer, state, whole, norm, extra, has_aux)
-        if find_mesh("make_window_steps", spread) is not None:
+        if find_mesh(loop.caller, loop.spread) is not None:
             new = lie_as(state, new)
         return new, metrics
 
-    # Names in profiles, in logs of compilations and in errors.
-    add_fn.__name__ = add_fn.__qualname__ = "add"
-    apply_fn.__name__ = apply_fn.__qualname__ = "apply"
-    return (
-        jax.jit(add_fn, donate_argnums=(2,) if donate else ()),
-        # Not the window: no result has room for it.
-        jax.jit(apply_fn, donate_argnums=(0,) if donate else ()),
-    )
+    return apply
 
 
 def _add(

@@ -54,6 +54,7 @@ LAYERS = [
     "_scan",
     "_layout",
     "_over_devices",
+    "_loop",
     "_optimizer",
     "_window",
     "_share",
