@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from optax_accum._checks import check_count, shown
-from optax_accum._collectives import Collective, read_collectives
+from optax_accum._collectives import Collective, add_bytes, read_collectives
 from optax_accum._memory import shard_shape
 from optax_accum._memory_limit import render_bytes
 from optax_accum._numerics import is_array, is_inexact, kind_of
@@ -54,15 +54,17 @@ class CollectiveReport:
     @property
     def bytes_moved(self) -> int | None:
         """What one device sends in a run, if all branches ran; None where unknown."""
-        moved = [c.bytes_moved for c in self.collectives]
-        return None if None in moved else sum(filter(None, moved))
+        return add_bytes(self.collectives)
 
     def __str__(self) -> str:
         lines, known = [], self.bytes_moved
         for title, is_large in (("as large as a parameter", True), ("others", False)):
             part = [c for c in self.collectives if c.is_parameter_sized is is_large]
             lines += [f"{title}:", *_render_table(part, 50), ""] if part else []
-        moved = "unknown" if known is None else f"{render_bytes(known)} a run"
+        if_all = ", if all branches run" * any(
+            c.is_conditional for c in self.collectives
+        )
+        moved = "unknown" if known is None else f"{render_bytes(known)} a run{if_all}"
         return "\n".join([*lines, f"moved by each device: {moved}"])
 
 
@@ -107,17 +109,19 @@ def assert_one_reduction(
     """Asserts that a step reduces each parameter's gradient once, after its loops.
 
     Once may be in two stages: the second reduces the part that the first one leaves.
-    Gathering is never wrong. Branches count as if all ran. All that is compared is how
+    Gathering is never wrong. Branches count as if all ran, so that windows of
+    `accumulate` fail: which call closes one cannot be seen. All that is compared is how
     large operands are and how many: another array that is as large as a parameter is
     taken for one, and gradients that were joined to one array are not known.
 
     Args:
       compiled: ``step.lower(...).compile()``, or the text of it.
       params: as in `collective_report`, but trained: scalars and integers do not count.
-      devices: how many share the rows. Given, gradients must have met those of so many;
-        else nothing is said of which devices a reduction is over.
+      devices: how many share the rows: gradients must be added up over exactly so many.
+        By default nothing is said of which devices a reduction is over.
       ignore: one or more strings; collectives with one of them in their ``source`` are
-        left out, as must be the statistics of BatchNorm, which are as large as scales.
+        left out, such as those of a BatchNorm whose statistics are as large as its
+        scale. Of several that the compiler has joined, all must have it.
 
     Returns:
       Nothing.
@@ -150,9 +154,18 @@ def assert_one_reduction(
             "more than one entry, got none; give it what is trained."
         )
     found = read_collectives(text, _all_sizes(parameters))
-    kept = [c for c in found if not any(part in c.source for part in ignored)]
+    kept = [c for c in found if not _is_ignored(c, ignored)]
     wide = _find_parameters("assert_one_reduction", compiled, params, is_wide=True)
     _check_reductions(kept, parameters, wide, devices)
+
+
+def _is_ignored(collective: Collective, ignored: tuple[str, ...]) -> bool:
+    """All that the compiler has joined to it, too: ``prefix/(one:other)``."""
+    prefix, _, joined = collective.source.partition("/(")
+    sources = [collective.source]
+    if ":" in joined:
+        sources = [f"{prefix}/{part}" for part in joined.removesuffix(")").split(":")]
+    return all(any(part in source for part in ignored) for source in sources)
 
 
 def _text_of(caller: str, compiled: Any) -> str:
@@ -219,8 +232,9 @@ _CURE = (
     "Say `reduce_axes`; or by hand, in `jax.shard_map`, add up on each device and "
     "`psum` after the loop, with `jax.lax.pcast(params, axis, to='varying')` outside "
     "of what is differentiated; "
-    "gather parameters before the loop, not for each micro-batch, as a reduce-scatter "
-    "in it tells; `ignore` what is no gradient, and give as `params` what is trained."
+    "`gather='call'` where a reduce-scatter in the loop tells that parameters are "
+    "gathered for each micro-batch; `ignore` what is no gradient, and give as `params` "
+    "what is trained. Of a branch it cannot be seen how often it runs."
 )
 
 
@@ -277,7 +291,7 @@ def _find_partial(
         if second in stages:
             stages.remove(second)
         else:
-            faults.append(f"{n} entries added up over {group} devices of {devices}")
+            faults.append(f"{n} entries added up over {group} devices, not {devices}")
     return faults
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 # How often a ring sends all but one n-th of the payload on; 0: the whole is sent once.
@@ -42,6 +42,12 @@ class Collective:
         rounds, n = _ROUNDS[self.kind], self.group_size
         shares = rounds * (n - 1) if rounds else n
         return None if self.trips is None else -(-self.trips * shares * self.bytes // n)
+
+
+def add_bytes(collectives: Iterable[Collective]) -> int | None:
+    """What one device sends in all of them; None where a loop's trips are not known."""
+    moved = [c.bytes_moved for c in collectives]
+    return None if None in moved else sum(filter(None, moved))
 
 
 _COMPUTATION = re.compile(r"\s*(ENTRY )?%?([\w.-]+) (?!=).*\{$")

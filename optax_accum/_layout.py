@@ -61,8 +61,8 @@ def check_parameter(
         raise ValueError(
             f"`{caller}(param_specs=...)` must be how the parameters are sharded over "
             f"{axes}, got {spec} for {label}, which has {lies}; say "
-            "`param_specs=jax.tree.map(lambda p: p.sharding.spec, params)`, or "
-            "replicate it there."
+            "`param_specs=jax.tree.map(lambda p: p.sharding.spec, params)`, or put "
+            "the parameters where they shall be by `jax.device_put`."
         )
     if _seen(lies, others) and any(read_spec(spec)):
         raise ValueError(

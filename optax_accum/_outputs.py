@@ -90,25 +90,26 @@ def as_share(caller: str, output: Output, axes: tuple[str, ...]) -> Output:
     def share(marker):
         is_last = isinstance(marker, Last)
         if is_last:
-            _check_agreement(caller, marker, axes)
+            _check_agreement(caller, "Last", marker.x, axes)
         return marker if is_last else vary(marker, axes)
 
-    _check_agreement(caller, output.carry, axes)
+    for state in output.carry:
+        _check_agreement(caller, "the state", state, axes)
     loss, aux = vary(output.loss, axes), map_markers(share, output.aux)
     return output._replace(loss=loss, aux=aux)
 
 
-def _check_agreement(caller: str, tree: Any, axes: tuple[str, ...]) -> None:
-    for leaf in jax.tree.leaves(tree):
+def _check_agreement(caller: str, name: str, tree: Any, axes: tuple[str, ...]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         differs = [axis for axis in axes if axis in varying_axes(leaf)]
         if differs:
             raise Disagreement(
                 f"`{caller}(reduce_axes=...)` must be given a function whose carried "
                 "state, and whose `Last`, JAX knows to be the same on all devices, got "
-                f"{kind_of(leaf)} that may differ along {differs}, as all may that is "
-                "computed from rows or parameters; reduce it, by `jax.lax.pmean` or "
-                "the `axis_name` of a BatchNorm, or report it as a `Mean`, `Stack` or "
-                "`Concat`."
+                f"{kind_of(leaf)} at {name}{jax.tree_util.keystr(path)} that may "
+                f"differ along {differs}, as may all that is computed from rows or "
+                "parameters; reduce it, by `jax.lax.pmean` or the `axis_name` of a "
+                "BatchNorm, or report it as a `Mean`, `Stack` or `Concat`."
             )
 
 

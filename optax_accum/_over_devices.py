@@ -136,7 +136,7 @@ def spread_out(
     sums, stacked, equal = work(arrays)
     must_agree, stacked_structure, equal_structure, kept = known
     if must_agree:
-        _show_agreement(caller, mapped(True), arrays)
+        _show_agreement(caller, spread, mapped(True), arrays)
     found = iter(equal)
     return Parts(
         sums,
@@ -147,7 +147,7 @@ def spread_out(
     )
 
 
-def _show_agreement(caller: str, typed: Callable, arrays: list) -> None:
+def _show_agreement(caller: str, spread: Spread, typed: Callable, arrays: list) -> None:
     """Traces the same with JAX's types of what varies over devices."""
     try:
         jax.eval_shape(typed, arrays)
@@ -157,7 +157,9 @@ def _show_agreement(caller: str, typed: Callable, arrays: list) -> None:
         raise TypeError(
             f"`{caller}(reduce_axes=...)` must be given a function that JAX can show "
             "to return the same carried state, and the same `Last`, on all devices, "
-            f"got one whose types do not tell, {type(error).__name__}: {error}"
+            "got one whose types do not tell; begin a scan over what differs with "
+            f"`jax.lax.pcast(zeros, {spread.axes}, to='varying')`, say: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

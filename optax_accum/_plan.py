@@ -111,7 +111,8 @@ class Plan:
         return draw_plan(self.candidates, self.memory_limit, self.num_microbatches)
 
     def __str__(self) -> str:
-        return "\n".join([_render_head(self), "", *_render_table(self), "", _LEGEND])
+        legend = _LEGEND + _LEGEND_OF_MOVES if _moves(self) else _LEGEND
+        return "\n".join([_render_head(self), "", *_render_table(self), "", legend])
 
 
 def _check_planned(given: Any, planned: Any) -> None:
@@ -144,6 +145,7 @@ _LEGEND = (
     "accumulator: sums of gradients; activations: all other temporaries; "
     "rest: the batch, and what else goes in or out"
 )
+_LEGEND_OF_MOVES = "; moved: what each device sends in a step"
 
 
 def _render_head(plan: Plan) -> str:
@@ -157,8 +159,9 @@ def _render_head(plan: Plan) -> str:
 def _render_table(plan: Plan) -> list[str]:
     """A line for each candidate, in columns."""
     unit, _ = _unit_of(plan)
+    moved = [f"moved, {unit}"] if _moves(plan) else []
     seconds = ["seconds"] if plan.fastest else []
-    head = ["N", "rows", f"peak, {unit}", *Memory._fields, *seconds, ""]
+    head = ["N", "rows", f"peak, {unit}", *Memory._fields, *moved, *seconds, ""]
     lines = [head, *(_render_candidate(c, plan) for c in plan.candidates)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = ([*map(str.rjust, line, widths[:-1]), line[-1]] for line in lines)
@@ -172,9 +175,17 @@ def _render_candidate(candidate: Candidate, plan: Plan) -> list[str]:
     if memory is not None:
         sizes = [f"{x / unit:.2f}" for x in (memory.peak, *memory)]
     line = [str(candidate.num_microbatches), str(candidate.microbatch_size), *sizes]
+    if _moves(plan):
+        moved = candidate.bytes_moved
+        line.append("" if moved is None else f"{moved / unit:.2f}")
     if plan.fastest:
         line.append("" if seconds is None else f"{seconds:.3g}")
     return [*line, _render_verdict(candidate, plan)]
+
+
+def _moves(plan: Plan) -> bool:
+    """Devices send something to each other."""
+    return any(c.bytes_moved for c in plan.candidates)
 
 
 def _render_verdict(candidate: Candidate, plan: Plan) -> str:

@@ -102,7 +102,8 @@ def plan_microbatches(
       compensated: see there.
       in_place: see there.
       unroll: see there.
-      reduce_axes: see there. N is then the number of micro-batches on each device.
+      reduce_axes: see there. N and the rows of a micro-batch are then those of each
+        device.
       param_specs: see there.
       gather: see there.
       mesh: see there.

@@ -61,7 +61,7 @@ def make_plan(
         shards = count_shards(args[1], batch_axis)
     limit = bytes_of_limit(f"{caller}(memory_limit=...)", memory_limit, args)
     candidates = [
-        Candidate(n, rows // n)
+        Candidate(n, rows // devices // n)
         for n in equal_splits(rows // devices, group_size, shards)
     ]
     trials = make_trials(

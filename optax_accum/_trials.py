@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_accum._collectives import add_bytes, read_collectives
 from optax_accum._memory import Memory, memory_of
 from optax_accum._sums import Accumulator
 
@@ -17,12 +18,15 @@ class Candidate(NamedTuple):
 
     Attributes:
       num_microbatches: N.
-      microbatch_size: rows that go through the model at once, on all devices together.
+      microbatch_size: rows that go through the model at once: on all devices together,
+        or under ``reduce_axes`` on each, as the option of that name has it.
       memory: bytes on each device at the peak, and of what; None where it was not
         compiled or was refused.
       refusal: what the compiler said where it refused, as that of a TPU does when it
         sees that the device has less memory; else None.
       fits: whether that is within the limit; None where it was not compiled.
+      bytes_moved: what each device sends in a step, in rings; None on one device, and
+        where a loop does not tell how often it runs.
       seconds: of one step, where it was timed.
     """
 
@@ -31,6 +35,7 @@ class Candidate(NamedTuple):
     memory: Memory | None = None
     refusal: str | None = None
     fits: bool | None = None
+    bytes_moved: int | None = None
     seconds: float | None = None
 
 
@@ -42,12 +47,14 @@ class Trials(NamedTuple):
       extra: types of those passed by keyword.
       step: ``N -> step``, a ``jax.jit`` function.
       memory: ``N ->`` what it needs, or what the compiler says that refuses it.
+      bytes_moved: ``N ->`` what a device sends, if there are several.
     """
 
     args: tuple[Any, ...]
     extra: dict[str, Any]
     step: Callable[[int], jax.stages.Wrapped]
     memory: Callable[[int], Memory | str]
+    bytes_moved: Callable[[int], int | None]
 
 
 def make_trials(
@@ -70,18 +77,26 @@ def make_trials(
     step = functools.cache(build)
 
     @functools.cache
-    def memory(num_microbatches):
+    def look(num_microbatches):
         traced = step(num_microbatches).trace(*args, **extra)
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
-                return str(error).partition("\n")[0]
+                return str(error).partition("\n")[0], None
             raise
         accumulator = accumulator_for(num_microbatches)
-        return memory_of(traced, compiled, args, extra, accumulator, whole_over)
+        memory = memory_of(traced, compiled, args, extra, accumulator, whole_over)
+        return memory, _bytes_moved(compiled)
 
-    return Trials(args, extra, step, memory)
+    return Trials(args, extra, step, lambda n: look(n)[0], lambda n: look(n)[1])
+
+
+def _bytes_moved(compiled: jax.stages.Compiled) -> int | None:
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    if not any(len(sharding.device_set) > 1 for sharding in shardings):
+        return None
+    return add_bytes(read_collectives(compiled.as_text() or "", frozenset()))
 
 
 def types_of(tree: Any) -> Any:
@@ -118,4 +133,8 @@ def try_candidate(
     memory = trials.memory(candidate.num_microbatches)
     if isinstance(memory, str):
         return candidate._replace(refusal=memory, fits=False)
-    return candidate._replace(memory=memory, fits=memory.peak <= memory_limit)
+    return candidate._replace(
+        memory=memory,
+        fits=memory.peak <= memory_limit,
+        bytes_moved=trials.bytes_moved(candidate.num_microbatches),
+    )

@@ -149,14 +149,15 @@ def value_and_grad(
         themselves (FSDP): a ``PartitionSpec`` or a sharding for every leaf, or for a
         subtree; of other axes nothing is read. `fun` sees whole parameters, gradients
         are returned so sharded. None: every device has them all. On Explicit axes this
-        is checked; on Auto ones it cannot be seen under ``jit``, and what is sharded
-        and not said to be is gathered for the call.
+        is checked. On Auto ones it cannot be seen under ``jit``: what is sharded and
+        not said to be is gathered for the call, and what is said to be and is not
+        stays whole in memory.
       gather: for sharded parameters, ``"microbatch"`` (the default), to gather them and
         to reduce and scatter their gradients in every micro-batch, which takes the
         least memory; or ``"call"``, to gather once, sum whole gradients and reduce and
-        scatter once, which takes the least traffic. Over such of `reduce_axes` as a
-        parameter is not sharded over (HSDP) it is reduced once in any case. Gathered
-        are all parameters at a time: for layer by layer leave that axis to the
+        scatter once, which takes the least traffic. Over those of `reduce_axes` on
+        which a parameter is not sharded (HSDP) it is reduced once in any case. All
+        parameters are gathered at once: for layer by layer leave that axis to the
         compiler.
       mesh: the mesh of `reduce_axes`, by default that of ``jax.set_mesh``.
 

@@ -285,7 +285,7 @@ def test_gathering_in_the_loop_scatters_in_the_loop():
     inside = collective_report(compiled).parameter_sized_inside
     # What is gathered is always the same, so that XLA:CPU gathers it before the loop.
     assert {c.kind for c in inside} == {"all-reduce", "reduce-scatter"}
-    with pytest.raises(AssertionError, match="not for each micro-batch") as error:
+    with pytest.raises(AssertionError, match="`gather='call'` where a reduce-scatter") as error:
         assert_one_reduction(compiled)
     assert "reduce-scatter  in 1 loop, 4 times" in str(error.value)
     assert "all-gather" not in str(error.value)
@@ -667,6 +667,18 @@ def test_stages():
     assert not is_one_reduction(whole, all_reduce(16, "{{0}}"), all_reduce(16))
 
 
+def test_what_is_joined_is_left_out_together_only():
+    """XLA joins gradients with statistics: then nothing can be left out of it."""
+    params = {"scale": jnp.ones(6)}
+    line = all_reduce(6, name="(psum:transpose(jvp(M))/BatchNorm_0/psum)")
+    assert_one_reduction(text_of(line), params, ignore="BatchNorm")
+    both = all_reduce(6, name="(psum:M/BatchNorm_0/psum)"), all_reduce(6)
+    with pytest.raises(AssertionError, match="1 operands of 6 entries too many"):
+        assert_one_reduction(text_of(*both), params, ignore="BatchNorm")
+    apart = all_reduce(6), all_reduce(6, name="BatchNorm_0/(psum:reduce_sum)")
+    assert_one_reduction(text_of(*apart), params, ignore="BatchNorm")
+
+
 def test_over_how_many_devices():
     """Else a replica whose gradient was forgotten would be none the wiser."""
     params = {"a": in_parts(16, ("x", "y")), "b": jnp.ones(6)}
@@ -682,7 +694,9 @@ def test_over_how_many_devices():
     assert not is_one_reduction(params, *stages, whole, devices=8)
     assert not is_one_reduction(params, scatter(8, two), whole, devices=4)
     assert not is_one_reduction(params, *stages, all_reduce(6, two), devices=4)
-    with pytest.raises(AssertionError, match="6 entries added up over 2 devices of 4"):
+    with pytest.raises(
+        AssertionError, match="6 entries added up over 2 devices, not 4"
+    ):
         text = text_of(*stages, all_reduce(6, two))
         assert_one_reduction(text, params, devices=4)
 

@@ -48,6 +48,7 @@ def check_grid(name, count, dtype, limit):
     assert largest_relative_error(value, expected[0]) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_grid_in_float32(name, count):
@@ -71,6 +72,7 @@ def test_twin_plain_averaging_is_wrong(name):
     assert largest_relative_error(naive, expected) > 0.01
 
 
+@pytest.mark.slow
 def test_twin_pairs_torn_apart_are_wrong():
     loss_fn, params, batch = LOSSES["siamese"][0](np.float32)
     expected = jax.grad(unsplit(loss_fn))(params, batch)
@@ -310,6 +312,7 @@ def test_weights_are_not_differentiated():
         assert optax_accum.grad(by_hand, num_microbatches=count)(2.0, x) == 6 / 8
 
 
+@pytest.mark.slow
 def test_weights_from_parameters_keys_and_state():
     """One term, two terms: counted with the same parameters, keys and state."""
 
@@ -378,6 +381,7 @@ TWO_MASKS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=5, max_size=5),
@@ -400,6 +404,7 @@ def test_any_mask_and_any_split(counts, size, seed, factor):
     np.testing.assert_allclose(actual, sum(terms), atol=30 * F32_ULP * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_shuffled_tokens_have_the_same_gradient(order, x64):
     """https://github.com/huggingface/transformers/pull/34191"""
@@ -419,6 +424,7 @@ def test_shuffled_tokens_have_the_same_gradient(order, x64):
 # -- What the user is told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_does_not_depend_on_n(name):
     """https://github.com/Lightning-AI/pytorch-lightning/issues/2569"""

@@ -359,6 +359,7 @@ def check_model(name):
     assert_close(actual, expected, 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     check_model(name)
@@ -665,6 +666,7 @@ def test_keys_state_and_aux():
 # -- Where it is called
 
 
+@pytest.mark.slow
 def test_outside_of_jit():
     loss_fn = loss_of(MODELS["layers_under_remat"])
     actual = value_and_grad(loss_fn, num_microbatches=2)(PARAMS, X)
@@ -704,6 +706,7 @@ def test_differentiated_again():
     assert_close(ours(PARAMS), theirs(PARAMS), 1e-5)  # twice as many roundings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind):
     axis_type = getattr(jax.sharding.AxisType, kind)
@@ -1043,6 +1046,7 @@ def test_sums_of_16_bits_for_parameters_of_16():
     assert_bits_equal(grad_fn(params, x), {"a": jnp.arange(2, 6, dtype=jnp.bfloat16)})
 
 
+@pytest.mark.slow
 @IS_TRAP
 @pytest.mark.parametrize(
     ("name", "version", "cure"),
@@ -1103,6 +1107,7 @@ def test_an_error_of_the_model_itself_is_left_alone():
         grad(loss_fn, num_microbatches=2)(THREE, X)
 
 
+@pytest.mark.slow
 def test_the_trial_of_a_newer_jax_tells_right_from_wrong(monkeypatch):
     """Within a trace, where it is made: refs can seem wrong there that are not."""
     right = {"nothing": lambda p: jnp.sum(jnp.sin(p["a"]) * p["b"])}

@@ -64,6 +64,7 @@ def full_batch(params, x, groups):
     return jnp.mean((hidden * params["scale"][None] - x) ** 2)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_ghost_batch_norm(x64, params, x, start):
     """float64: a few hundred roundings of 1e-16. The twin is full-batch BatchNorm."""
     value_and_grad = optax_accum.value_and_grad(

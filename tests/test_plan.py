@@ -357,6 +357,7 @@ def test_no_part_is_negative_where_results_take_the_place_of_temporaries():
     assert size_of(STATE.params) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "bytes_per_parameter"),
     [
@@ -395,6 +396,7 @@ def test_what_the_program_does_not_use_takes_memory_all_the_same():
     assert compiled_peak(1, batch=BATCH | {"idle": idle}) == compiled_peak(1)
 
 
+@pytest.mark.slow
 def test_what_the_loss_closes_over_takes_memory():
     frozen = jnp.ones((1000, FEATURES))
 
@@ -447,6 +449,7 @@ def test_nothing_is_allocated_or_run():
     assert found.num_microbatches == 1
 
 
+@pytest.mark.slow
 def test_arrays_plan_as_their_types_and_stay():
     state, batch = make_state(), make_batch()
     limit = full_plan().candidates[2].memory.peak
@@ -518,6 +521,7 @@ def test_entries_may_share_a_byte():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_peaks_are_those_of_one_device(kind):
     axis_type = jax.sharding.AxisType[kind]
@@ -702,6 +706,7 @@ def test_time_wants_what_was_planned_for():
         found.time(make_state(), make_batch(), rounds=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "got"),
     [
@@ -730,6 +735,7 @@ def spread_over_two(batch):
     return jax.device_put(batch, sharding)
 
 
+@pytest.mark.slow
 def test_time_wants_what_lies_as_was_planned():
     found = plan(batch=spread_over_two(make_batch()))
     with pytest.raises(
@@ -794,6 +800,7 @@ def limit_for(num_microbatches):
     return peaks[num_microbatches]
 
 
+@pytest.mark.slow
 def test_auto_takes_what_the_plan_says(caplog):
     caplog.set_level(logging.INFO, "optax_accum")
     limit = limit_for(4)

@@ -43,6 +43,7 @@ PLAIN = {4: 2.7e-3, 16: 5.1e-3, 64: 9.6e-3, 256: 1.9e-2}
 ROUNDED = 1.7e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", PLAIN)
 def test_why_sums_are_in_float32(count):
     """The error of a bfloat16 sum grows with the square root of K."""

@@ -146,6 +146,7 @@ def assert_trained(printed):
 # -- Tests
 
 
+@pytest.mark.slow
 def test_the_tokens_tell_means_of_processes_from_the_mean():
     losses, _, params = train(mean_of_all)
     wrong_losses, _, wrong = train(mean_of_two_means)
@@ -156,6 +157,7 @@ def test_the_tokens_tell_means_of_processes_from_the_mean():
     assert [mask.sum() for mask in by_device] == [24, 8, 4, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_processes_train_as_one_device(num_processes, tmp_path):
     printed = run([str(SCRIPT)], num_processes, tmp_path)

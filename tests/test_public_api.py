@@ -135,6 +135,7 @@ def test_docstring_examples_run(name):
     assert runner.summarize().failed == 0
 
 
+@pytest.mark.slow
 def test_readme_examples_run(capsys):
     namespace = {}
     with jax.numpy_dtype_promotion("standard"):  # as users have it

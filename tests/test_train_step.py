@@ -105,6 +105,7 @@ def test_trains_as_on_the_large_batch(split):
     assert state.step == 5
 
 
+@pytest.mark.slow
 def test_the_state_is_a_scan_carry():
     batches, optimizer = make_batches(4), optax.adam(0.1)
     train_step = optax_accum.make_train_step(loss_fn, optimizer, num_microbatches=3)
@@ -181,6 +182,7 @@ def test_doors_compose_to_calls_times_microbatches():
     assert state.opt_state.gradient_step == 1 and state.step == 4
 
 
+@pytest.mark.slow
 def test_calls_of_unequal_rows_weigh_by_their_rows():
     batches = make_batches(1)
     tx = optax_accum.accumulate(optax.sgd(0.1), every_k=2)
@@ -194,6 +196,7 @@ def test_calls_of_unequal_rows_weigh_by_their_rows():
     assert_params_close(state.params, params)
 
 
+@pytest.mark.slow
 def test_emit_closes_the_window_of_an_accumulated_optimizer():
     batches = make_batches(2)
     tx = optax_accum.accumulate(optax.sgd(0.1), every_k=4)

@@ -128,6 +128,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
 def test_passes(name):
     finding = run_check(CHECKS[name])
@@ -181,6 +182,7 @@ def left_to_the_compiler(loss_fn, optimizer, **options):
     return optax_accum.make_train_step(loss_fn, optimizer, num_microbatches=count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "attribute", "broken"),
     [

@@ -72,6 +72,7 @@ def count_denominators(loss_fn, params, batch):
 # -- The same as one batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ["regression", "siamese"])
 def test_a_window_is_one_batch(name, way):
@@ -328,6 +329,7 @@ def test_nan_reaches_its_own_window_only():
 # -- Composition
 
 
+@pytest.mark.slow
 def test_under_accumulate_each_apply_is_a_call():
     """Windows of 3 and 5 rows make one of 8."""
     loss_fn, params, batch = LOSSES["regression"][0](np.float32)
