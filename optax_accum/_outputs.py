@@ -77,26 +77,21 @@ def read_output(
 def as_share(caller: str, output: Output, axes: tuple[str, ...]) -> Output:
     """`output` as the share of one device, of those along `axes`.
 
-    What is put together over devices is the share of each, whatever it was made of; of
-    what there is once for all of them, JAX's types tell whether it is the same, inside
-    a ``shard_map`` that has them.
+    A loss is the share of each, also where devices have made it the same. What there is
+    once for all of them must be the same, as JAX's types tell inside a ``shard_map``
+    that has them.
 
     Args:
       caller: whose error it is if it is not.
       output: what a micro-batch came to.
       axes: those of a ``shard_map``.
     """
-
-    def share(marker):
-        is_last = isinstance(marker, Last)
-        if is_last:
-            _check_agreement(caller, "Last", marker.x, axes)
-        return marker if is_last else vary(marker, axes)
-
+    markers = jax.tree.leaves(output.aux, is_leaf=is_marker)
+    for last in (x for x in markers if isinstance(x, Last)):
+        _check_agreement(caller, "Last", last.x, axes)
     for state in output.carry:
         _check_agreement(caller, "the state", state, axes)
-    loss, aux = vary(output.loss, axes), map_markers(share, output.aux)
-    return output._replace(loss=loss, aux=aux)
+    return output._replace(loss=vary(output.loss, axes))
 
 
 def _check_agreement(caller: str, name: str, tree: Any, axes: tuple[str, ...]) -> None:

@@ -227,6 +227,24 @@ def test_the_loop_that_the_docstring_describes():
     chex.assert_trees_all_close(inner, bare_state, rtol=4 * RTOL)
 
 
+def test_the_state_is_a_scan_carry():
+    """With types of what varies: they are from `init` on what they will be."""
+    tx = optax_accum.accumulate(optax.sgd(1.0), 2, reduce_axes="data")
+
+    @jax.shard_map(mesh=MESH, in_specs=P(None, "data"), out_specs=P())
+    def local(grads):
+        def body(state, grad):
+            update, state = tx.update(grad, state, value=jnp.sum(grad))
+            return state, update
+
+        # Of parameters that all devices have.
+        return jax.lax.scan(body, tx.init(jnp.zeros(1)), grads)[1]
+
+    grads = jnp.arange(16.0).reshape(4, 4)
+    expected = expect(grads, np.ones((4, 4)), 2)
+    np.testing.assert_allclose(jax.jit(local)(grads)[:, 0], expected, rtol=RTOL)
+
+
 @pytest.mark.parametrize(
     ("inner", "needs_value"),
     [

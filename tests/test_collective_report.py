@@ -285,7 +285,9 @@ def test_gathering_in_the_loop_scatters_in_the_loop():
     inside = collective_report(compiled).parameter_sized_inside
     # What is gathered is always the same, so that XLA:CPU gathers it before the loop.
     assert {c.kind for c in inside} == {"all-reduce", "reduce-scatter"}
-    with pytest.raises(AssertionError, match="`gather='call'` where a reduce-scatter") as error:
+    with pytest.raises(
+        AssertionError, match="`gather='call'` where a reduce-scatter"
+    ) as error:
         assert_one_reduction(compiled)
     assert "reduce-scatter  in 1 loop, 4 times" in str(error.value)
     assert "all-gather" not in str(error.value)

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import F32_ULP, auto_mesh, explicit_mesh, lay, recorder
+from helpers import (
+    F32_ULP,
+    auto_mesh,
+    count_primitives,
+    explicit_mesh,
+    lay,
+    recorder,
+)
 from jax.sharding import PartitionSpec as P
 from losses import LOSSES, largest_relative_error, unsplit
 
@@ -736,6 +743,27 @@ def test_specs_may_be_a_prefix_shardings_or_name_other_axes():
         assert grads["embedding"].sharding.spec[0] == "data"
 
 
+def test_gradients_meet_in_the_dtype_of_their_sums():
+    """In bfloat16, 256 + 1 is 256; also over devices, for every micro-batch."""
+    x = np.ones((8, 4), np.float32)
+    x[:2] = 256
+
+    def loss_fn(w, x):
+        return optax_accum.Sum(jnp.sum(x @ w))
+
+    grad = optax_accum.grad(
+        loss_fn,
+        num_microbatches=2,
+        accumulator_dtype=jnp.float32,
+        reduce_axes="data",
+        mesh=MESH,
+        param_specs=P("data"),
+    )
+    w = lay(jnp.ones(4, jnp.bfloat16), MESH, P("data"))
+    grads = jax.jit(grad)(w, jnp.asarray(x, jnp.bfloat16))
+    np.testing.assert_array_equal(grads, np.sum(x, axis=0))
+
+
 @pytest.mark.slow
 def test_specs_of_several_arguments():
     def loss_fn(params, batch, bias):
@@ -1021,6 +1049,29 @@ def test_inside_a_shard_map_of_ones_own(check_vma, n):
 
 
 @pytest.mark.slow
+def test_a_loss_that_reduces_inside_a_typed_shard_map():
+    """The same on all devices, and yet a share of each: counted as one mean."""
+
+    def loss_fn(params, batch):
+        losses = token_losses(params, batch)
+        aux = optax_accum.Sum(batch["ids"].shape[0]), optax_accum.Max(jnp.float32(2))
+        return jax.lax.pmean(jnp.mean(losses), "data"), aux
+
+    fun = optax_accum.value_and_grad(
+        loss_fn, num_microbatches=2, has_aux=True, reduce_axes="data"
+    )
+    specs = dict(in_specs=(P(), P("data")), out_specs=P())
+    (value, aux), grads = jax.jit(jax.shard_map(fun, mesh=MESH, **specs))(
+        table(), tokens()
+    )
+    expected = jax.value_and_grad(lambda p, b: jnp.mean(token_losses(p, b)))(
+        table(), tokens()
+    )
+    assert largest_relative_error((value, grads), expected) < RTOL
+    assert [int(x) for x in aux] == [8, 2]
+
+
+@pytest.mark.slow
 def test_a_window_inside_a_shard_map_of_ones_own():
     optimizer = recorder()
     state = optax_accum.init_train_state(table(), optimizer)
@@ -1062,6 +1113,42 @@ def test_the_plan_of_a_step_that_shares_rows():
     temporary = analysis.temp_size_in_bytes
     memory = plan.candidates[-1].memory
     assert memory.accumulator + memory.activations == temporary
+
+
+@pytest.mark.slow
+def test_the_plan_knows_where_sums_are_whole():
+    optimizer = optax.adam(1e-3)
+    specs = {"embedding": P("data"), "hidden": P("data"), "bias": P("data")}
+    state = optax_accum.init_train_state(lay(table(), MESH, specs), optimizer)
+    batch = lay(tokens(16), MESH, P("data"))
+    whole, sums = 4 * (16 * 8 + 8 * 8 + 8), {}
+    for gather in ("microbatch", "call"):
+        plan = optax_accum.plan_microbatches(
+            token_loss,
+            optimizer,
+            state,
+            batch,
+            memory_limit="1GB",
+            exhaustive=True,
+            reduce_axes="data",
+            mesh=MESH,
+            param_specs=specs,
+            gather=gather,
+        )
+        sums[gather] = plan.candidates[-1].memory.accumulator
+    assert sums == {"microbatch": whole // 4, "call": whole}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="needs JAX 0.10.2")
+def test_in_place_has_no_branch_of_one_device():
+    """In which a collective of the loss would wait for ever."""
+    step = optax_accum.value_and_grad(
+        token_loss, num_microbatches=2, in_place=True, reduce_axes="data", mesh=MESH
+    )
+    # One, which is always taken, keeps the result in the memory of the sums.
+    assert count_primitives(step, table(), tokens())["cond"] == 1
+    alone = optax_accum.value_and_grad(token_loss, num_microbatches=2, in_place=True)
+    assert count_primitives(alone, table(), tokens())["cond"] == 2
 
 
 # -- What it must be given
