@@ -6,7 +6,13 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from optax_accum._arguments import Roles, find, name_arguments, values_at
+from optax_accum._arguments import (
+    Argument,
+    Roles,
+    find,
+    name_arguments,
+    values_at,
+)
 from optax_accum._loop import make_loop
 from optax_accum._numerics import cast_as, widen
 from optax_accum._over_devices import Call
@@ -192,11 +198,11 @@ def value_and_grad(
       Ott et al., `Scaling Neural Machine Translation
       <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.2 (delayed updates).
     """
-    argnums, is_single = _choose(argnums, argnames)
+    differentiated, is_single = _choose(fun, argnums, argnames)
     roles = name_roles(
         "value_and_grad",
         fun,
-        name_arguments(fun, "argnums", argnums, argnames),
+        differentiated,
         (batch_argnums, batch_argnames),
         (rng_argnums, rng_argnames),
         (carry_argnum, carry_argname),
@@ -222,20 +228,22 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        call = args, kwargs
-        whole, returned = loop.accumulate(roles, call)
-        grads = _in_dtypes(whole.grads, accumulator_dtype, roles, call)
+        whole, returned = loop.accumulate(roles, (args, kwargs))
+        grads = _in_dtypes(whole.grads, accumulator_dtype, roles, (args, kwargs))
         return value_of(whole, returned, has_aux), grads[0] if is_single else grads
 
     return value_and_grad_fn
 
 
-def _choose(argnums: Any, argnames: Any) -> tuple[Any, bool]:
-    """The positions to differentiate, and whether they are one argument alone."""
+def _choose(
+    fun: Callable, argnums: Any, argnames: Any
+) -> tuple[tuple[Argument, ...], bool]:
+    """What to differentiate, and whether it is one argument alone."""
     if argnums is None and argnames is None:
         argnums = 0
     chosen = [which for which in (argnums, argnames) if which is not None]
-    return argnums, len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
+    is_single = len(chosen) == 1 and not isinstance(chosen[0], tuple | list)
+    return name_arguments(fun, "argnums", argnums, argnames), is_single
 
 
 def _in_dtypes(
