@@ -46,7 +46,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel --outdir build/wheel
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/pip install --quiet build/wheel/*.whl
-	$(BIN)/python tests/readme_example.py > build/wheel/example.py
+	$(BIN)/python tests/pages.py > build/wheel/example.py
 	cd build/wheel && venv/bin/python -W error example.py
 
 $(INSTALLED): pyproject.toml

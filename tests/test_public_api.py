@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from readme_example import README, readme_blocks
+from pages import README, run_page
 
 import optax_accum
 
@@ -137,10 +137,7 @@ def test_docstring_examples_run(name):
 
 @pytest.mark.slow
 def test_readme_examples_run(capsys):
-    namespace = {}
-    with jax.numpy_dtype_promotion("standard"):  # as users have it
-        for block in readme_blocks():
-            exec(compile(block, "README.md", "exec"), namespace)
+    namespace = run_page(README)
     assert capsys.readouterr().out.startswith("loss 0.")
     assert_recipe_for_tokens_holds(namespace)
 
