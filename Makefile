@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-slow lint format bench notebooks wheel clean
+.PHONY: demo test test-slow test-oldest test-newest lint format bench notebooks docs \
+	wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m optax_accum demo
@@ -15,6 +16,16 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# All tests on the oldest versions that pyproject.toml admits and on the newest that
+# there are; what ran is then recorded for the README.
+test-oldest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-oldest test-newest: test-%: $(INSTALLED)
+	$(BIN)/uv venv --quiet --allow-existing --python 3.11 build/$*
+	$(BIN)/uv pip install --quiet --upgrade --resolution $(RESOLUTION) \
+		--python build/$* --editable '.[test]'
+	build/$*/bin/python benchmarks/versions.py $*
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -38,6 +49,9 @@ bench: $(INSTALLED)
 
 notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/execute.py
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees -c docs . build/docs
 
 # The built wheel, alone in an environment that has nothing else, runs the README's
 # first example.

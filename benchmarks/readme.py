@@ -1,4 +1,4 @@
-"""Publishes what the benchmarks measured: fills README.md with figures and tables.
+"""Publishes what the benchmarks measured: fills the pages with figures and tables.
 
 ``python benchmarks/readme.py`` writes them; with ``--check`` it only tells whether that
 would change anything.
@@ -15,10 +15,10 @@ import distributed
 import memory_table
 import precision
 import prediction
+import versions
 from origin import ROOT, render_origin
 from tables import render_rows
 
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 # The peers' times that a method's is divided by; the file of results has more.
@@ -42,22 +42,26 @@ SHOWN = (
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    old = new = options.readme.read_text()
+    paths = [options.root / "README.md", *sorted(options.root.glob("docs/*.md"))]
+    pages = {path: path.read_text() for path in paths}
     for name, render_results in RENDERERS.items():
         results = json.loads((options.results / f"{name}.json").read_text())
-        new = fill(new, name, render_results(results))
-    if not options.check:
-        options.readme.write_text(new)
-    elif new != old:
-        sys.exit(
-            f"{options.readme.name} is not up to date with {options.results.name}; run "
-            "`python benchmarks/readme.py`."
-        )
+        path = find_page(pages, name)
+        figures = from_folder(render_results(results), path.parent, options.root)
+        pages[path] = fill(pages[path], name, figures)
+    for path, page in pages.items():
+        if not options.check:
+            path.write_text(page)
+        elif page != path.read_text():
+            sys.exit(
+                f"{path.name} is not up to date with {options.results.name}; run "
+                "`python benchmarks/readme.py`."
+            )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--root", type=Path, default=ROOT, help="of README.md and docs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if not up to date"
@@ -65,16 +69,34 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def fill(readme: str, name: str, figures: str) -> str:
-    """`readme` with `figures` between the markers of that name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    begins, ends = readme.count(begin), readme.count(end)
-    if (begins, ends) != (1, 1) or readme.index(begin) > readme.index(end):
+def find_page(pages: dict[Path, str], name: str) -> Path:
+    """The page with the markers of that name."""
+    found = [path for path, page in pages.items() if f"<!-- {name}: " in page]
+    if len(found) != 1:
         raise ValueError(
-            f"README.md must hold the lines `{begin}` and `{end}` once each, in this "
+            f"One page must hold the lines `<!-- {name}: begin -->` and "
+            f"`<!-- {name}: end -->`, got {[path.name for path in found]}; put both "
+            "where the figures go."
+        )
+    return found[0]
+
+
+def from_folder(figures: str, folder: Path, root: Path) -> str:
+    """`figures` with links that lead from this folder where they led from `root`."""
+    up = "../" * len(folder.relative_to(root).parts)
+    return figures.replace("](benchmarks/", f"]({up}benchmarks/")
+
+
+def fill(page: str, name: str, figures: str) -> str:
+    """`page` with `figures` between the markers of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    begins, ends = page.count(begin), page.count(end)
+    if (begins, ends) != (1, 1) or page.index(begin) > page.index(end):
+        raise ValueError(
+            f"The page must hold the lines `{begin}` and `{end}` once each, in this "
             f"order, got {begins} and {ends} of them; put both where the figures go."
         )
-    before, _, rest = readme.partition(begin)
+    before, _, rest = page.partition(begin)
     after = rest.partition(end)[2]
     return f"{before}{begin}\n{figures}\n{end}{after}"
 
@@ -189,6 +211,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prediction": prediction.render,
     "memory_table": memory_table.render,
     "distributed": distributed.render,
+    "versions": versions.render,
 }
 
 if __name__ == "__main__":

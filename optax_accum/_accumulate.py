@@ -172,4 +172,6 @@ def has_emitted(opt_state: optax.OptState) -> jax.Array:
             f"`AccumulateState`, got {jax.tree.structure(opt_state)}; wrap the "
             "optimizer with `optax_accum.accumulate`."
         )
-    return functools.reduce(jnp.logical_or, [state.emitted for state in states])
+    # Leaves, for Flax NNX wraps the arrays of an optimizer's state.
+    flags = jax.tree.leaves([state.emitted for state in states])
+    return functools.reduce(jnp.logical_or, flags)

@@ -36,7 +36,8 @@ class AccumulateState(NamedTuple):
 
     Attributes:
       mini_step: calls counted in the open window; 0 after a boundary.
-      gradient_step: steps the wrapped optimizer has taken. Label checkpoints with it.
+      gradient_step: steps the wrapped optimizer has taken. It labels checkpoints, where
+        there is one at most in a window.
       inner_opt_state: state of the wrapped optimizer, bit-identical between boundaries.
       acc_grads: weighted sum of the open window's gradients. Shapes of the parameters,
         float32 or wider (see `accumulate`); ``()`` where every call is a window. While
@@ -47,6 +48,12 @@ class AccumulateState(NamedTuple):
       emitted: whether the last call stepped the wrapped optimizer.
       skipped: calls that `skip_fn` has refused since `init`.
       dropped: whether the open window will be thrown away (``on_skip="window"``).
+
+    Examples:
+      >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=3)
+      >>> _, state = tx.update(jnp.array(2.0), tx.init(jnp.array(0.0)), weight=64)
+      >>> print(state.mini_step, state.gradient_step, state.acc_weight)
+      1 0 64.0
     """
 
     mini_step: jax.Array  # shape=(), dtype=int32

@@ -124,7 +124,8 @@ def check_floats(caller: str, arguments: dict[str, Any]) -> None:
     if wrong:
         raise TypeError(
             f"`{caller}` must be given floating or complex arrays to train, got "
-            f"{', '.join(wrong)}; pass what is not trained in an argument of its own."
+            f"{', '.join(wrong)}; pass what is not trained in an argument of its own, "
+            "as `optax_accum.nnx` does for Flax NNX and `eqx.partition` for Equinox."
         )
 
 

@@ -37,7 +37,7 @@ def mean(
         gradients may overflow.
 
     Returns:
-      A `Mean` of scalars: in float32, or float64 or complex where `x` is. Entries that
+      A `Mean` of scalars, in float32, or float64 or complex where `x` is. Entries that
       do not count add exactly nothing to it, even where they are NaN. (Their gradient
       is 0 times that of what they were computed from, as in ``jnp.mean``: NaN if that
       is infinite.) If none counts, its value is 0.

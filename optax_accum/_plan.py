@@ -26,6 +26,17 @@ class Plan:
       candidates: all that there are, the largest micro-batch first.
       memory_limit: bytes on each device.
       trials: the compiled steps, for `time`.
+
+    Examples:
+      >>> optimizer = optax.sgd(0.1)
+      >>> plan = optax_accum.plan_microbatches(
+      ...     lambda w, x: jnp.mean(w * x), optimizer,
+      ...     optax_accum.init_train_state(1.0, optimizer), jnp.ones(6),
+      ...     memory_limit="1 MiB")
+      >>> [c.num_microbatches for c in plan.candidates]
+      [1, 2, 3, 6]
+      >>> print(str(plan).splitlines()[0])
+      1 micro-batch of 6 rows, limit 1 MiB on each device
     """
 
     num_microbatches: int

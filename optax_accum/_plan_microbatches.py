@@ -110,7 +110,7 @@ def plan_microbatches(
       donate: see there.
 
     Returns:
-      A `Plan`, which prints as a table: the ``num_microbatches`` to choose, and for
+      A `Plan`, which prints as a table, has the ``num_microbatches`` to choose, and for
       each candidate that was compiled the peak and what it consists of.
 
     Raises:

@@ -1,6 +1,7 @@
 """A progress bar on the terminal, for those who have ``rich``."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Generator
 
 
@@ -22,7 +23,9 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
         yield lambda description: None
         return
     console = Console(stderr=True)
-    is_watched = console.is_terminal or console.is_jupyter
+    # Without ipywidgets rich leaves a warning in the notebook, and no bar.
+    has_widgets = importlib.util.find_spec("ipywidgets") is not None
+    is_watched = console.is_terminal or (console.is_jupyter and has_widgets)
     with Progress(console=console, transient=True, disable=not is_watched) as progress:
         task = progress.add_task("", total=total)
         begun = 0

@@ -11,7 +11,17 @@ from optax_accum._numerics import global_norm, is_numeric, widen
 
 
 class SkipFn(Protocol):
-    """Decides whether a micro-batch is left out of its window."""
+    """Decides whether a micro-batch is left out of its window.
+
+    Examples:
+      >>> def skip_zeros(grads, params):
+      ...     return jnp.all(jax.flatten_util.ravel_pytree(grads)[0] == 0)
+      >>> tx = optax_accum.accumulate(optax.sgd(1.0), 2, skip_fn=skip_zeros)
+      >>> grads = {"w": jnp.zeros(3)}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(state.skipped)
+      1
+    """
 
     def __call__(
         self, grads: optax.Updates, params: optax.Params | None, /
@@ -23,7 +33,7 @@ class SkipFn(Protocol):
           params: what `update` was given, or None.
 
         Returns:
-          True to skip: a scalar of dtype bool.
+          True to skip, a scalar of dtype bool.
         """
         ...
 

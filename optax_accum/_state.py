@@ -25,6 +25,13 @@ class TrainState(NamedTuple):
         before the loss sees it; never changes. None without.
       model_state: what the model carries from micro-batch to micro-batch, such as the
         statistics of BatchNorm. None without.
+
+    Examples:
+      >>> optimizer = optax.sgd(0.5)
+      >>> step = optax_accum.make_train_step(lambda w, x: jnp.mean(w * x), optimizer)
+      >>> state, _ = step(optax_accum.init_train_state(1.0, optimizer), jnp.ones(4))
+      >>> print(state.step, state.params)
+      1 0.5
     """
 
     step: jax.Array  # shape=(), dtype=int32

@@ -33,7 +33,8 @@ def value(
 
     The value that `value_and_grad` gives, in the memory of one forward pass of one
     micro-batch. Nothing is counted beforehand, whatever the loss consists of. Call it
-    under ``jax.jit``: outside, the loop is compiled anew at every call.
+    under ``jax.jit``: outside, the loop is compiled anew at every call. Its derivative
+    is right, but keeps what all micro-batches leave for it: take `value_and_grad`.
 
     Args:
       fun: as for `value_and_grad`.
@@ -55,7 +56,7 @@ def value(
       mesh: the mesh of `reduce_axes`.
 
     Returns:
-      A function with the arguments of `fun` that returns the value: the loss, with aux
+      A function with the arguments of `fun` that returns the value, the loss, with aux
       and the carried state beside it where `fun` returns those.
 
     Raises:

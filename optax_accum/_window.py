@@ -114,7 +114,8 @@ def reduce_call(call: Window, reduction: Reduction) -> Window:
 
 def _check_shape(term: Any, total: Any) -> None:
     seen = None if total is None else read_sum(total)
-    if seen is None or jnp.shape(term) != seen.shape:
+    # Of a node, such as a pair of parameters with one gradient, None.
+    if getattr(seen, "shape", None) != jnp.shape(term):
         raise ValueError(
             "`accumulate(...).update(updates, state)` must be given gradients of the "
             f"shapes that `init` saw, {kind_of(seen)}, got {kind_of(term)}; make the "

@@ -49,6 +49,15 @@ class WindowState(NamedTuple):
       counts: whether anything in it counts. None where everything does.
       denominators: those that the window was opened with, if any.
       model_state: as the last micro-batch left it. None without.
+
+    Examples:
+      >>> optimizer = optax.sgd(0.5)
+      >>> add, _ = optax_accum.make_window_steps(
+      ...     lambda w, x: jnp.mean(w * x), optimizer)
+      >>> state = optax_accum.init_train_state(1.0, optimizer)
+      >>> window = add(state, jnp.array([1.0, 3.0]), None)
+      >>> print(window.mini_step, window.loss.value, window.loss.weight)
+      1 2.0 2.0
     """
 
     mini_step: jax.Array  # shape=(), dtype=int32

@@ -233,18 +233,26 @@ def test_check_tells_whether_the_readme_is_up_to_date(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RENDERERS", renderers)
     results = make_results(["AdamW"], ["hand-written scan", "accumulate"])
     (tmp_path / "peers.json").write_text(json.dumps(results))
-    (tmp_path / "other.json").write_text(json.dumps({"text": "a table"}))
+    figure = "![A figure]({}benchmarks/results/a.png)"
+    (tmp_path / "other.json").write_text(json.dumps({"text": figure.format("")}))
     page = tmp_path / "README.md"
-    other = "<!-- other: begin -->{}<!-- other: end -->\n"
-    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n" + other.format("\n"))
-    paths = ["--readme", str(page), "--results", str(tmp_path)]
+    other = tmp_path / "docs" / "other.md"
+    other.parent.mkdir()
+    markers = "<!-- other: begin -->{}<!-- other: end -->\n"
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
+    other.write_text(markers.format("\n"))
+    paths = ["--root", str(tmp_path), "--results", str(tmp_path)]
 
     with pytest.raises(SystemExit, match=r"^README.md is not up to date .*[^\n]$"):
         readme.main(["--check", *paths])
     readme.main(paths)
-    expected = f"above\n{BEGIN}\n{FIGURES}\n{END}\nbelow\n"
-    assert page.read_text() == expected + other.format("\na table\n")
+    assert page.read_text() == f"above\n{BEGIN}\n{FIGURES}\n{END}\nbelow\n"
+    assert other.read_text() == markers.format(f"\n{figure.format('../')}\n")
     readme.main(["--check", *paths])
+
+    other.write_text("")
+    with pytest.raises(ValueError, match=r"One page must .* other: .*, got \[\]; put"):
+        readme.main(["--check", *paths])
 
 
 @pytest.mark.parametrize("page", ["", BEGIN, f"{END}\n{BEGIN}", 2 * BEGIN])

@@ -98,7 +98,7 @@ def test_the_readme_is_filled_with_it(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     begin, end = (f"<!-- distributed: {edge} -->\n" for edge in ("begin", "end"))
     page.write_text(f"above\n{begin}{end}below\n")
-    readme.main(["--readme", str(page), "--results", str(tmp_path)])
+    readme.main(["--root", str(tmp_path), "--results", str(tmp_path)])
     table = distributed.render(make_results())
     assert page.read_text() == f"above\n{begin}{table}\n{end}below\n"
 

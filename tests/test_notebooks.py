@@ -41,7 +41,7 @@ def test_notebooks_are_found():
 @pytest.mark.slow
 def test_notebook_runs(path, tmp_path):
     copy = Path(shutil.copy(path, tmp_path))
-    execute(copy, timeout=120)
+    execute(copy)
     assert _counts(_code_cells(copy)) == _counts(_code_cells(path))
 
 

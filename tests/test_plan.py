@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 import math
 import subprocess
@@ -780,6 +781,25 @@ def test_progress_is_shown_in_a_terminal(monkeypatch, capsys):
     fake_plan(linear, 12, 150)
     captured = capsys.readouterr()
     assert "compiling" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_progress_in_a_notebook_needs_its_widgets(has_widgets, monkeypatch, capsys):
+    console = importlib.import_module("rich.console")
+    progress = importlib.import_module("rich.progress")
+    shown = []
+
+    class Recorder(progress.Progress):
+        def __init__(self, *args, disable, **kwargs):
+            shown.append(not disable)
+            super().__init__(*args, disable=True, **kwargs)
+
+    monkeypatch.setattr(console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(progress, "Progress", Recorder)
+    widgets = None if not has_widgets else sys
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
+    fake_plan(linear, 12, 150)
+    assert shown == [has_widgets]
 
 
 def test_planning_does_without_rich(monkeypatch):

@@ -1,0 +1,114 @@
+"""Runs all tests here, and records with which versions they passed.
+
+``python benchmarks/versions.py oldest`` is for an environment of the oldest versions,
+``python benchmarks/versions.py newest`` for one of the newest: `make test-oldest` and
+`make test-newest` make them. ``python benchmarks/readme.py`` publishes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from origin import ROOT, describe_origin
+from packaging.requirements import Requirement
+from tables import render_rows
+
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+ENVIRONMENTS = ("oldest", "newest")
+BENEATH = ("jaxlib", "numpy")  # nothing of ours asks for them, and all depends on them
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("environment", choices=ENVIRONMENTS, help="what this one is of")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    record = describe_origin() | {"tests": run_tests(), "versions": find_versions()}
+    output = options.output
+    results = json.loads(output.read_text()) if output.exists() else {}
+    results |= {options.environment: record}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    ordered = {name: results[name] for name in ENVIRONMENTS if name in results}
+    output.write_text(json.dumps(ordered, indent=2) + "\n")
+
+
+def run_tests(*chosen: str) -> dict[str, int]:
+    """How many passed and were skipped, quick and slow ones; exits where one failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
+        command += ["-n", "2", "-m", "slow or not slow", *chosen]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code:
+            sys.exit(code)
+        return count_tests(report)
+
+
+def count_tests(report: Path) -> dict[str, int]:
+    """Of a report in the XML of JUnit."""
+    suites = list(ElementTree.parse(report).iter("testsuite"))
+    total, skipped = (
+        sum(int(suite.attrib[name]) for suite in suites)
+        for name in ("tests", "skipped")
+    )
+    return {"passed": total - skipped, "skipped": skipped}
+
+
+def find_versions() -> dict[str, str]:
+    """Python's, and of all packages that pyproject.toml names those that are here."""
+    versions = {"python": sys.version.split()[0]}
+    for name in [*BENEATH, *find_packages()]:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # a tool for developers, no test needs it
+            continue
+    return versions
+
+
+def find_packages() -> Iterator[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for requirements in (project["dependencies"], *extras.values()):
+        names = (Requirement(requirement).name for requirement in requirements)
+        yield from (name for name in names if name != project["name"])
+
+
+def render(results: dict[str, Any]) -> str:
+    """A table in Markdown, a package in each row, an environment in each column."""
+    records = results.values()
+    packages = sorted({name for record in records for name in record["versions"]})
+    first = ["python", "jax", "jaxlib", "optax"]
+    ordered = [*first, *(name for name in packages if name not in first)]
+    rows = [
+        [name, *(record["versions"].get(name, "–") for record in records)]
+        for name in ordered
+    ]
+    for outcome in ("passed", "skipped"):
+        counts = (str(record["tests"][outcome]) for record in records)
+        rows.append([f"tests {outcome}", *counts])
+    return f"{render_rows(['', *results], rows)}\n\n{render_note(results)}"
+
+
+def render_note(results: dict[str, Any]) -> str:
+    made = "; ".join(
+        f"{environment}: {record['date']}, commit {record['commit']}"
+        for environment, record in results.items()
+    )
+    return (
+        "The oldest versions that `pyproject.toml` admits, and the newest that there "
+        "were on the day; quick and slow tests together, each warning an error. "
+        f"{made}. Made by `make test-oldest`, `make test-newest` and "
+        "`python benchmarks/readme.py`."
+    )
+
+
+if __name__ == "__main__":
+    main()

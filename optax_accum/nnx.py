@@ -1,0 +1,397 @@
+"""Flax NNX: gradients and steps for losses of modules.
+
+Modules change when they are called: BatchNorm keeps statistics, Dropout counts. Flax
+refuses that inside a scan, where the micro-batches are. So a module is taken apart
+around the loop, what is not trained is carried from micro-batch to micro-batch, and in
+the end the module has it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from optax_accum._arguments import (
+    Place,
+    Roles,
+    find,
+    name_arguments,
+    replace,
+    values_at,
+)
+from optax_accum._axes import check_axes, number_of_device
+from optax_accum._checks import check_callable
+from optax_accum._numerics import kind_of
+from optax_accum._split import fold_keys
+from optax_accum._value import name_roles
+from optax_accum._value_and_grad import value_and_grad as value_and_grad_of_arrays
+
+__all__ = ["functional", "grad", "value_and_grad"]
+
+
+def functional(
+    loss_fn: Callable,
+    model: Any,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    reduce_axes: str | Sequence[str] = (),
+) -> tuple[Callable, nnx.State, nnx.State]:
+    """A loss of a module, for the train steps and the planner.
+
+    `make_train_step`, `make_window_steps` and `plan_microbatches` take functions of
+    arrays. Give them the ``pure_loss`` that is returned, and `init_train_state` the
+    ``params`` and the ``model_state``. After training, or whenever the module is to be
+    used, ``nnx.update(model, state.params, state.model_state)`` brings it up to date.
+
+    The first step consumes the arrays of `state`, which are those of `model`: until it
+    is updated, the module cannot be used (``donate=False`` keeps it usable).
+
+    Args:
+      loss_fn: ``(model, batch, ...) -> loss``, a loss as `value_and_grad` takes it. It
+        may call the module in training mode. It must leave the structure of the module
+        as it is, and what is trained.
+      model: an ``nnx.Module``. One of types alone, by ``nnx.eval_shape``, will do for
+        planning.
+      wrt: which of its variables are trained, an NNX filter.
+      has_aux: whether `loss_fn` returns a pair, the loss first.
+      reduce_axes: those of the step, if any, so that the random streams of the module
+        are of each device's own.
+
+    Returns:
+      ``(pure_loss, params, model_state)``: the loss as a function of
+      ``(params, batch, ..., model_state)`` that returns ``(loss, model_state)``, with
+      `has_aux` ``(loss, (model_state, aux))``; what is trained, an ``nnx.State``; and
+      all the rest of the module, another.
+
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: `wrt` chooses nothing; when called, a loss that changes the structure
+        of the module, or what is trained.
+
+    Examples:
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> pure_loss, params, model_state = optax_accum.nnx.functional(loss_fn, model)
+      >>> tx = optax.sgd(0.1)
+      >>> state = optax_accum.init_train_state(params, tx, model_state=model_state)
+      >>> step = optax_accum.make_train_step(pure_loss, tx, num_microbatches=2)
+      >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}
+      >>> state, metrics = step(state, batch)
+      >>> nnx.update(model, state.params, state.model_state)
+    """
+    call_of_user = "nnx.functional(loss_fn, model)"
+    check_callable(f"the first argument of {call_of_user}", loss_fn)
+    _check_module(call_of_user, model)
+    axes = check_axes("nnx.functional(reduce_axes=...)", reduce_axes)
+    graphdef, params, model_state = nnx.split(model, wrt, ...)
+    _check_chosen(call_of_user, wrt, params)
+    apart = _Apart("nnx.functional", graphdef, (wrt,), axes)
+
+    @functools.wraps(loss_fn)
+    def pure_loss(params, batch, *args, model_state, **kwargs):
+        def call(model):
+            return loss_fn(model, batch, *args, **kwargs)
+
+        returned, new = _call_whole(call, apart, (params,), model_state)
+        return _beside(apart.caller, returned, new, has_aux)
+
+    return pure_loss, params, model_state
+
+
+def value_and_grad(
+    fun: Callable,
+    *,
+    wrt: Any = nnx.Param,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] | None = None,
+    rng_argnums: int | Sequence[int] | None = None,
+    rng_argnames: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Callable:
+    """``nnx.value_and_grad`` in micro-batches: same result, memory of one of them.
+
+    What the modules keep beside parameters goes from micro-batch to micro-batch in
+    order, and they have it afterwards: statistics of BatchNorm (which are then ghost
+    batch normalization, not that of the large batch), and the counts of random streams,
+    so that each micro-batch has dropout of its own. So do all modules, ``nnx.Rngs`` and
+    variables among the arguments, but for those with rows. Call it under ``nnx.jit``.
+
+    Args:
+      fun: ``(model, batch, ...) -> loss``, a loss as `optax_accum.value_and_grad` takes
+        it. It must leave the structure of the modules as it is (call ``model.train()``
+        outside, and pop intermediates inside), and what is differentiated.
+      wrt: what is differentiated, an NNX filter such as ``nnx.Param``.
+      argnums: in which positional arguments. Default 0. An ``nnx.DiffState`` brings a
+        filter of its own.
+      has_aux: whether `fun` returns a pair, the loss first.
+      batch_argnums: which arguments hold rows. Default 1, if `batch_argnames` is not
+        given.
+      batch_argnames: the same by keyword.
+      rng_argnums: arguments that are JAX's random keys, folded for each micro-batch.
+        The streams of modules and ``nnx.Rngs`` need no mention.
+      rng_argnames: the same by keyword.
+      **options: all others of `optax_accum.value_and_grad` but the carried argument:
+        `num_microbatches`, `microbatch_size`, `reduce_axes` and more.
+
+    Returns:
+      A function with the arguments of `fun` that returns ``(value, gradient)`` as
+      ``nnx.value_and_grad`` does, the gradient an ``nnx.State`` for
+      ``nnx.Optimizer.update(model, gradient)``.
+
+    Raises:
+      TypeError: as `optax_accum.value_and_grad`; when called, a differentiated argument
+        that is no module.
+      ValueError: as `optax_accum.value_and_grad`; when called, a filter that chooses
+        nothing, or a loss that changes the structure of the modules, or what is
+        differentiated.
+
+    Examples:
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, batch):
+      ...     value_and_grad = optax_accum.nnx.value_and_grad(
+      ...         loss_fn, wrt=nnx.Param, num_microbatches=2)
+      ...     loss, grads = value_and_grad(model, batch)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}
+      >>> print(train_step(model, optimizer, batch).shape)
+      ()
+    """
+    caller = "nnx.value_and_grad"
+    is_single = not isinstance(argnums, tuple | list)
+    chosen = [_diff_state(x, wrt) for x in ((argnums,) if is_single else argnums)]
+    roles = name_roles(
+        caller,
+        fun,
+        name_arguments(fun, "argnums", [x.argnum for x in chosen], None),
+        (batch_argnums, batch_argnames),
+        (rng_argnums, rng_argnames),
+        (None, None),
+    )
+    transform = functools.partial(
+        value_and_grad_of_arrays,
+        has_aux=has_aux,
+        batch_argnums=1,
+        carry_argnum=2,
+        rng_argnums=3,
+        **options,
+    )
+    transform(fun)  # now, so that what is wrong with the options is said
+    axes = check_axes(f"{caller}(reduce_axes=...)", options.get("reduce_axes", ()))
+    filters = tuple(_within(i, x.filter) for i, x in enumerate(chosen))
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args, **kwargs):
+        places = _find(caller, roles, args, kwargs)
+        models, rows, keys, others = values_at(places, args, kwargs)
+        for model in models:
+            _check_module(f"{caller}(fun)", model)
+        nodes = (*models, *others)
+        graphdef, *params, state = nnx.split(nodes, *filters, ...)
+        for argument, own in zip(chosen, params, strict=True):
+            _check_chosen(f"{caller}(fun)", argument.filter, own)
+        apart = _Apart(caller, graphdef, filters, axes)
+
+        def fun_of_arrays(params, rows, state, keys):
+            def call(nodes):
+                models, others = nodes[: len(chosen)], nodes[len(chosen) :]
+                values = Roles(models, rows, keys, others)
+                inner_args, inner_kwargs = replace(args, kwargs, places, values)
+                return fun(*inner_args, **inner_kwargs)
+
+            several = (params,) if is_single else params
+            trained = [nnx.State({i: own}) for i, own in enumerate(several)]
+            returned, new = _call_whole(call, apart, trained, state)
+            return _beside(caller, returned, new, has_aux)
+
+        several = tuple(own[i] for i, own in enumerate(params))
+        trained = several[0] if is_single else several
+        value, grads = transform(fun_of_arrays)(trained, rows, state, keys)
+        loss, beside = value
+        new, *aux = beside if has_aux else (beside,)
+        nnx.update(nodes, new)
+        return (loss, *aux) if has_aux else loss, grads
+
+    return value_and_grad_fn
+
+
+def grad(fun: Callable, **options: Any) -> Callable:
+    """``nnx.grad`` in micro-batches: `value_and_grad` without the value.
+
+    Args:
+      fun: as for `value_and_grad`.
+      **options: all keywords of `value_and_grad`.
+
+    Returns:
+      A function with the arguments of `fun` that returns the gradient, with `has_aux`
+      ``(gradient, aux)``.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+      ValueError: as `value_and_grad`.
+
+    Examples:
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean(model(batch) ** 2)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> grads = optax_accum.nnx.grad(loss_fn, num_microbatches=2)(
+      ...     model, jnp.ones((4, 2)))
+      >>> print(grads["kernel"].shape)
+      (2, 1)
+    """
+    value_and_grad_fn = value_and_grad(fun, **options)
+
+    @functools.wraps(fun)
+    def grad_fn(*args, **kwargs):
+        value, grads = value_and_grad_fn(*args, **kwargs)
+        return (grads, value[1]) if options.get("has_aux") else grads
+
+    return grad_fn
+
+
+# -- Modules taken apart, and put together
+
+
+class _Apart(NamedTuple):
+    """What of modules is no array, and how their arrays are told apart."""
+
+    caller: str  # whose errors there are
+    graphdef: nnx.GraphDef
+    filters: tuple  # each of a part of what is trained
+    axes: tuple[str, ...]  # over which devices share the rows
+
+
+def _call_whole(
+    call: Callable[[Any], Any], apart: _Apart, trained: Sequence, state: nnx.State
+) -> tuple[Any, nnx.State]:
+    """What `call` returns of the whole modules, and the state that it leaves."""
+    own = _fold_streams(state, apart.axes)
+    nodes = nnx.merge(
+        apart.graphdef, *trained, own, copy=True
+    )  # or `state` would change
+    returned = call(nodes)
+    graphdef, *after, new = nnx.split(nodes, *apart.filters, ...)
+    _check_structure(apart, graphdef, new, state)
+    _check_unchanged(apart.caller, trained, after)
+    return returned, _keep_streams(state, new, apart.axes)
+
+
+def _fold_streams(state: nnx.State, axes: tuple[str, ...]) -> nnx.State:
+    """`state` with random streams of each device's own."""
+    if not axes:
+        return state
+    keys, others = nnx.split_state(state, nnx.RngKey, ...)
+    return nnx.merge_state(fold_keys(keys, number_of_device(axes)), others)
+
+
+def _keep_streams(old: nnx.State, new: nnx.State, axes: tuple[str, ...]) -> nnx.State:
+    """`new`, with the keys that all devices have in common."""
+    if not axes:
+        return new
+    keys, _ = nnx.split_state(old, nnx.RngKey, ...)
+    _, others = nnx.split_state(new, nnx.RngKey, ...)
+    return nnx.merge_state(keys, others)
+
+
+def _beside(caller: str, returned: Any, state: nnx.State, has_aux: bool) -> Any:
+    """What a loss `returned`, with the state where a carried one belongs."""
+    if not has_aux:
+        return returned, state
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(
+            f"`{caller}(has_aux=True)` expects a function that returns (loss, aux), "
+            f"got {jax.tree.map(kind_of, returned)}."
+        )
+    loss, aux = returned
+    return loss, (state, aux)
+
+
+# -- Arguments
+
+
+def _diff_state(argnum: Any, wrt: Any) -> nnx.DiffState:
+    return argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, wrt)
+
+
+def _within(number: int, chosen: Any) -> Callable[[tuple, Any], bool]:
+    """The filter that chooses so of one argument of several."""
+    matches = nnx.filterlib.to_predicate(chosen)
+    return lambda path, x: path[0] == number and matches(path[1:], x)
+
+
+def _find(caller: str, roles: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
+    """The places of a call's arguments; carried are all others that hold modules."""
+    places = find(caller, roles, args, kwargs)
+    known = {place.where for role in places for place in role}
+    others = [*enumerate(args), *kwargs.items()]
+    return places._replace(
+        carried=tuple(
+            Place(where, str(where))
+            for where, argument in others
+            if where not in known and _holds_nodes(argument)
+        )
+    )
+
+
+def _holds_nodes(tree: Any) -> bool:
+    """Whether there is an object of NNX in it, which may change."""
+
+    def is_node(x):
+        return nnx.graph.is_graph_node(x)
+
+    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
+# -- Errors
+
+
+def _check_module(call: str, model: Any) -> None:
+    if not _holds_nodes(model):
+        raise TypeError(
+            f"`{call}` must be given an `nnx.Module` to differentiate, got "
+            f"{type(model).__name__}; of arrays, take `optax_accum.value_and_grad`."
+        )
+
+
+def _check_chosen(call: str, wrt: Any, params: nnx.State) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"`{call}` must be given a filter `wrt` that chooses variables of the "
+            f"module, got {wrt!r}, which chooses none; `nnx.Param` is the usual one."
+        )
+
+
+def _check_structure(
+    apart: _Apart, graphdef: nnx.GraphDef, new: nnx.State, old: nnx.State
+) -> None:
+    if graphdef == apart.graphdef:
+        return
+    before, after = (set(nnx.to_flat_state(state).paths) for state in (old, new))
+    changed = [".".join(map(str, path)) for path in sorted(after ^ before, key=str)]
+    raise ValueError(
+        f"`{apart.caller}` must be given a loss that leaves the structure of its "
+        "modules as it is, got one that changes "
+        f"{', '.join(changed) or 'a static attribute'}; "
+        "return what was sown in aux, by `nnx.capture` or `nnx.pop`, and call "
+        "`model.train()` or `model.eval()` outside."
+    )
+
+
+def _check_unchanged(caller: str, before: Any, after: Any) -> None:
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    if any(old is not new for old, new in pairs):
+        raise ValueError(
+            f"`{caller}` must be given a loss that does not assign to what is "
+            "differentiated, got one that does; every micro-batch sees the same "
+            "parameters, so change them after the call."
+        )
