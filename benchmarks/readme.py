@@ -194,8 +194,10 @@ def render_scenarios_note(results: dict[str, Any]) -> str:
     sizes = ", ".join(f"{s['params_bytes'] / 1e6:.2g}" for s in scenarios)
     rows = ", ".join(dict.fromkeys(str(s["microbatch_size"]) for s in scenarios))
     return (
-        "One plain gradient is a call of `jax.jit(jax.value_and_grad(loss_fn))` with "
-        f"one micro-batch, of {rows} rows. Times are medians over at most "
+        "The limit of time is N gradients, each written over the one before, and one "
+        "optimizer step. P is one buffer of the size of the parameters. One plain "
+        "gradient is a call of `jax.jit(jax.value_and_grad(loss_fn))` with one "
+        f"micro-batch, of {rows} rows. Times are medians over at most "
         f"{results['rounds']} rounds, of ratios within a round, with "
         f"{results['optimizer']}. P is {sizes} MB. {render_origin(results)} Made by "
         "`python benchmarks/scenarios.py`, `python benchmarks/figures.py` and "

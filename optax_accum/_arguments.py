@@ -90,6 +90,18 @@ def values_at(places: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
     return Roles(*(tuple(map(value, role)) for role in places))
 
 
+def find_others(
+    places: Roles, args: Sequence, kwargs: dict[str, Any]
+) -> list[tuple[Place, Any]]:
+    """The arguments of a call that have no role, and their values."""
+    known = {place.where for role in places for place in role}
+    given = [
+        *((Place(num, f"args[{num}]"), value) for num, value in enumerate(args)),
+        *((Place(name, name), value) for name, value in kwargs.items()),
+    ]
+    return [(place, value) for place, value in given if place.where not in known]
+
+
 def replace(
     args: Sequence, kwargs: dict[str, Any], places: Roles, values: Roles
 ) -> tuple[list, dict[str, Any]]:

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import ArrayLike
 
-from optax_accum._arguments import Place, Roles, find, replace, values_at
+from optax_accum._arguments import (
+    Place,
+    Roles,
+    find,
+    find_others,
+    replace,
+    values_at,
+)
 from optax_accum._axes import count_devices, number_of_device
 from optax_accum._checks import check_callable, check_index, check_unroll
 from optax_accum._numerics import is_inexact, kind_of, settle
@@ -18,6 +25,7 @@ from optax_accum._split import (
     check_split,
     count_rows,
     fold_keys,
+    has_rows,
     split_rows,
 )
 from optax_accum._spread import Spread
@@ -88,11 +96,17 @@ def prepare(
         def call(trained, microbatch, index, carry, rows):
             values = Roles(trained, microbatch, fold(index) if rng else rng, carry)
             micro_args, micro_kwargs = replace(args, kwargs, places, values)
-            returned = fun(*micro_args, **micro_kwargs)
+            try:
+                returned = fun(*micro_args, **micro_kwargs)
+            except (TypeError, ValueError) as error:
+                if whole and not split.is_whole:
+                    error.add_note(_unsplit(caller, whole))
+                raise
             old = labelled(places.carried, carry)
             output = read_output(caller, returned, old, has_aux, rows)
             return as_share(caller, output, axes)
 
+        whole = _as_long(places, args, kwargs, rows, axis)
         split = split_rows(rows, *options, count_devices(axes) if axes else 1)
         check_shards(caller, batch, split, axis)
         return Job(
@@ -109,6 +123,30 @@ def prepare(
         )
 
     return job
+
+
+# -- What was not split
+
+
+def _as_long(
+    places: Roles, args: Sequence, kwargs: dict[str, Any], rows: int, axis: int
+) -> list[str]:
+    """What other arguments hold that is as long as the batch, under its name."""
+    others = {p.label: value for p, value in find_others(places, args, kwargs)}
+    return [
+        label
+        for label, leaf in label_leaves(others)
+        if has_rows(leaf)
+        and axis in range(-leaf.ndim, leaf.ndim)
+        and leaf.shape[axis] == rows
+    ]
+
+
+def _unsplit(caller: str, labels: list[str]) -> str:
+    return (
+        f"`{caller}` has passed {', '.join(labels)} whole, as long as the batch; if "
+        "there are rows in it, put it into the batch or name it in `batch_argnums`."
+    )
 
 
 # -- What may be differentiated

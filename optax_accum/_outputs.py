@@ -216,7 +216,9 @@ def _check_carry(caller: str, new: tuple, old: dict[str, Any]) -> tuple:
         if difference:
             raise TypeError(
                 f"`{caller}` expects a function that returns the carried state with "
-                f"the types that it was given, got another one: {difference}."
+                f"the types that it was given, got another one: {difference}; it "
+                "stands second, (loss, state), with `has_aux=True` (loss, (state, "
+                "aux))."
             )
     return settle(new)
 

@@ -1,8 +1,8 @@
 """A progress bar on the terminal, for those who have ``rich``."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Generator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -17,16 +17,13 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
         from rich.progress import Progress
     except ImportError:
         Console = Progress = None
-    if Console is None or Progress is None:
+    console = Console and Console(stderr=True)
+    if console is None or Progress is None or not _is_watched(console):
         # Outside of the `except`, or every error of the work would be shown as another
         # one, which came while this one was handled.
         yield lambda description: None
         return
-    console = Console(stderr=True)
-    # Without ipywidgets rich leaves a warning in the notebook, and no bar.
-    has_widgets = importlib.util.find_spec("ipywidgets") is not None
-    is_watched = console.is_terminal or (console.is_jupyter and has_widgets)
-    with Progress(console=console, transient=True, disable=not is_watched) as progress:
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         begun = 0
 
@@ -36,3 +33,12 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
             begun += 1
 
         yield begin
+
+
+def _is_watched(console: Any) -> bool:
+    if not console.is_jupyter:
+        return console.is_terminal
+    # Without ipywidgets, rich leaves a warning in the notebook, and no bar.
+    import importlib.util
+
+    return importlib.util.find_spec("ipywidgets") is not None

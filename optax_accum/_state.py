@@ -70,6 +70,7 @@ def init_train_state(
     Raises:
       TypeError: `params` holds a leaf that is no floating or complex array, or `key`
         is no key.
+      ValueError: an array was given away already, as to an earlier train step.
 
     Examples:
       >>> state = optax_accum.init_train_state({"w": jnp.ones(3)}, optax.adam(1e-3))
@@ -79,6 +80,7 @@ def init_train_state(
     optimizer = check_optimizer("init_train_state(params, optimizer)", optimizer)
     check_floats("init_train_state", {"params": params})
     _check_arrays(params)
+    _check_alive(params=params, model_state=model_state)
     _check_key(key)
     params = settle(params)
     state = TrainState(
@@ -158,6 +160,19 @@ def _check_arrays(params: Any) -> None:
             f"{kind_of(type_)}; for the types of a state write "
             "`jax.eval_shape(lambda p: init_train_state(p, optimizer), params)`."
         )
+
+
+def _check_alive(**given: Any) -> None:
+    """An error of JAX's would not tell who has consumed them."""
+    for name, tree in given.items():
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        if any(x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)):
+            raise ValueError(
+                f"`init_train_state({name})` must be given arrays that are there, got "
+                "some that were given away, as to a train step, which consumes the "
+                f"state it is given; take `state.{name}` of the state it returned, or "
+                "make the step with `donate=False`."
+            )
 
 
 def _check_key(key: Any) -> None:

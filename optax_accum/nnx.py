@@ -8,23 +8,31 @@ the end the module has it.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from flax import nnx
 
 from optax_accum._arguments import (
-    Place,
     Roles,
-    find,
+    find_others,
     name_arguments,
     replace,
     values_at,
 )
-from optax_accum._axes import check_axes, number_of_device
+from optax_accum._axes import check_axes
 from optax_accum._checks import check_callable
-from optax_accum._numerics import kind_of
-from optax_accum._split import fold_keys
+from optax_accum._modules import (
+    Apart,
+    beside,
+    call_whole,
+    check_chosen,
+    check_given,
+    check_module,
+    check_streams,
+    diff_state,
+    find_nodes,
+    within,
+)
 from optax_accum._value import name_roles
 from optax_accum._value_and_grad import value_and_grad as value_and_grad_of_arrays
 
@@ -85,19 +93,22 @@ def functional(
     """
     call_of_user = "nnx.functional(loss_fn, model)"
     check_callable(f"the first argument of {call_of_user}", loss_fn)
-    _check_module(call_of_user, model)
+    check_module(call_of_user, model)
     axes = check_axes("nnx.functional(reduce_axes=...)", reduce_axes)
     graphdef, params, model_state = nnx.split(model, wrt, ...)
-    _check_chosen(call_of_user, wrt, params)
-    apart = _Apart("nnx.functional", graphdef, (wrt,), axes)
+    check_chosen(call_of_user, wrt, params)
+    apart = Apart("nnx.functional", graphdef, (wrt,), axes)
 
     @functools.wraps(loss_fn)
-    def pure_loss(params, batch, *args, model_state, **kwargs):
+    def pure_loss(params, batch, *args, model_state=None, **kwargs):
+        state = check_given(model_state)
+        check_streams(state, axes)
+
         def call(model):
             return loss_fn(model, batch, *args, **kwargs)
 
-        returned, new = _call_whole(call, apart, (params,), model_state)
-        return _beside(apart.caller, returned, new, has_aux)
+        returned, new = call_whole(call, apart, (params,), state)
+        return beside(apart.caller, returned, new, has_aux)
 
     return pure_loss, params, model_state
 
@@ -169,7 +180,7 @@ def value_and_grad(
     """
     caller = "nnx.value_and_grad"
     is_single = not isinstance(argnums, tuple | list)
-    chosen = [_diff_state(x, wrt) for x in ((argnums,) if is_single else argnums)]
+    chosen = [diff_state(x, wrt) for x in ((argnums,) if is_single else argnums)]
     roles = name_roles(
         caller,
         fun,
@@ -188,37 +199,42 @@ def value_and_grad(
     )
     transform(fun)  # now, so that what is wrong with the options is said
     axes = check_axes(f"{caller}(reduce_axes=...)", options.get("reduce_axes", ()))
-    filters = tuple(_within(i, x.filter) for i, x in enumerate(chosen))
+    filters = tuple(within(i, x.filter) for i, x in enumerate(chosen))
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        places = _find(caller, roles, args, kwargs)
+        places = find_nodes(caller, roles, args, kwargs)
         models, rows, keys, others = values_at(places, args, kwargs)
+        rest = find_others(places, args, kwargs)
+        everywhere = (*places.carried, *(place for place, _ in rest))
         for model in models:
-            _check_module(f"{caller}(fun)", model)
+            check_module(f"{caller}(fun)", model)
         nodes = (*models, *others)
         graphdef, *params, state = nnx.split(nodes, *filters, ...)
         for argument, own in zip(chosen, params, strict=True):
-            _check_chosen(f"{caller}(fun)", argument.filter, own)
-        apart = _Apart(caller, graphdef, filters, axes)
+            check_chosen(f"{caller}(fun)", argument.filter, own)
+        apart = Apart(caller, graphdef, filters, axes)
 
-        def fun_of_arrays(params, rows, state, keys):
+        def fun_of_arrays(params, rows, state, keys, /, **rest):
             def call(nodes):
                 models, others = nodes[: len(chosen)], nodes[len(chosen) :]
-                values = Roles(models, rows, keys, others)
-                inner_args, inner_kwargs = replace(args, kwargs, places, values)
+                values = Roles(models, rows, keys, (*others, *rest.values()))
+                all_places = places._replace(carried=everywhere)
+                inner_args, inner_kwargs = replace(args, kwargs, all_places, values)
                 return fun(*inner_args, **inner_kwargs)
 
             several = (params,) if is_single else params
             trained = [nnx.State({i: own}) for i, own in enumerate(several)]
-            returned, new = _call_whole(call, apart, trained, state)
-            return _beside(caller, returned, new, has_aux)
+            returned, new = call_whole(call, apart, trained, state)
+            return beside(caller, returned, new, has_aux)
 
         several = tuple(own[i] for i, own in enumerate(params))
         trained = several[0] if is_single else several
-        value, grads = transform(fun_of_arrays)(trained, rows, state, keys)
-        loss, beside = value
-        new, *aux = beside if has_aux else (beside,)
+        # By name, for arrays that are closed over cannot lie on an Explicit mesh.
+        named = {place.label: value for place, value in rest}
+        value, grads = transform(fun_of_arrays)(trained, rows, state, keys, **named)
+        loss, kept = value
+        new, *aux = kept if has_aux else (kept,)
         nnx.update(nodes, new)
         return (loss, *aux) if has_aux else loss, grads
 
@@ -257,141 +273,3 @@ def grad(fun: Callable, **options: Any) -> Callable:
         return (grads, value[1]) if options.get("has_aux") else grads
 
     return grad_fn
-
-
-# -- Modules taken apart, and put together
-
-
-class _Apart(NamedTuple):
-    """What of modules is no array, and how their arrays are told apart."""
-
-    caller: str  # whose errors there are
-    graphdef: nnx.GraphDef
-    filters: tuple  # each of a part of what is trained
-    axes: tuple[str, ...]  # over which devices share the rows
-
-
-def _call_whole(
-    call: Callable[[Any], Any], apart: _Apart, trained: Sequence, state: nnx.State
-) -> tuple[Any, nnx.State]:
-    """What `call` returns of the whole modules, and the state that it leaves."""
-    own = _fold_streams(state, apart.axes)
-    nodes = nnx.merge(
-        apart.graphdef, *trained, own, copy=True
-    )  # or `state` would change
-    returned = call(nodes)
-    graphdef, *after, new = nnx.split(nodes, *apart.filters, ...)
-    _check_structure(apart, graphdef, new, state)
-    _check_unchanged(apart.caller, trained, after)
-    return returned, _keep_streams(state, new, apart.axes)
-
-
-def _fold_streams(state: nnx.State, axes: tuple[str, ...]) -> nnx.State:
-    """`state` with random streams of each device's own."""
-    if not axes:
-        return state
-    keys, others = nnx.split_state(state, nnx.RngKey, ...)
-    return nnx.merge_state(fold_keys(keys, number_of_device(axes)), others)
-
-
-def _keep_streams(old: nnx.State, new: nnx.State, axes: tuple[str, ...]) -> nnx.State:
-    """`new`, with the keys that all devices have in common."""
-    if not axes:
-        return new
-    keys, _ = nnx.split_state(old, nnx.RngKey, ...)
-    _, others = nnx.split_state(new, nnx.RngKey, ...)
-    return nnx.merge_state(keys, others)
-
-
-def _beside(caller: str, returned: Any, state: nnx.State, has_aux: bool) -> Any:
-    """What a loss `returned`, with the state where a carried one belongs."""
-    if not has_aux:
-        return returned, state
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise TypeError(
-            f"`{caller}(has_aux=True)` expects a function that returns (loss, aux), "
-            f"got {jax.tree.map(kind_of, returned)}."
-        )
-    loss, aux = returned
-    return loss, (state, aux)
-
-
-# -- Arguments
-
-
-def _diff_state(argnum: Any, wrt: Any) -> nnx.DiffState:
-    return argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, wrt)
-
-
-def _within(number: int, chosen: Any) -> Callable[[tuple, Any], bool]:
-    """The filter that chooses so of one argument of several."""
-    matches = nnx.filterlib.to_predicate(chosen)
-    return lambda path, x: path[0] == number and matches(path[1:], x)
-
-
-def _find(caller: str, roles: Roles, args: Sequence, kwargs: dict[str, Any]) -> Roles:
-    """The places of a call's arguments; carried are all others that hold modules."""
-    places = find(caller, roles, args, kwargs)
-    known = {place.where for role in places for place in role}
-    others = [*enumerate(args), *kwargs.items()]
-    return places._replace(
-        carried=tuple(
-            Place(where, str(where))
-            for where, argument in others
-            if where not in known and _holds_nodes(argument)
-        )
-    )
-
-
-def _holds_nodes(tree: Any) -> bool:
-    """Whether there is an object of NNX in it, which may change."""
-
-    def is_node(x):
-        return nnx.graph.is_graph_node(x)
-
-    return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
-
-
-# -- Errors
-
-
-def _check_module(call: str, model: Any) -> None:
-    if not _holds_nodes(model):
-        raise TypeError(
-            f"`{call}` must be given an `nnx.Module` to differentiate, got "
-            f"{type(model).__name__}; of arrays, take `optax_accum.value_and_grad`."
-        )
-
-
-def _check_chosen(call: str, wrt: Any, params: nnx.State) -> None:
-    if not jax.tree.leaves(params):
-        raise ValueError(
-            f"`{call}` must be given a filter `wrt` that chooses variables of the "
-            f"module, got {wrt!r}, which chooses none; `nnx.Param` is the usual one."
-        )
-
-
-def _check_structure(
-    apart: _Apart, graphdef: nnx.GraphDef, new: nnx.State, old: nnx.State
-) -> None:
-    if graphdef == apart.graphdef:
-        return
-    before, after = (set(nnx.to_flat_state(state).paths) for state in (old, new))
-    changed = [".".join(map(str, path)) for path in sorted(after ^ before, key=str)]
-    raise ValueError(
-        f"`{apart.caller}` must be given a loss that leaves the structure of its "
-        "modules as it is, got one that changes "
-        f"{', '.join(changed) or 'a static attribute'}; "
-        "return what was sown in aux, by `nnx.capture` or `nnx.pop`, and call "
-        "`model.train()` or `model.eval()` outside."
-    )
-
-
-def _check_unchanged(caller: str, before: Any, after: Any) -> None:
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    if any(old is not new for old, new in pairs):
-        raise ValueError(
-            f"`{caller}` must be given a loss that does not assign to what is "
-            "differentiated, got one that does; every micro-batch sees the same "
-            "parameters, so change them after the call."
-        )

@@ -3,6 +3,8 @@
 Each failing case stands beside a passing one, so that the check cannot refuse it all.
 """
 
+import re
+
 import errors_of_losses
 import errors_of_plans
 import errors_of_windows
@@ -13,7 +15,13 @@ import optax
 import pytest
 
 import optax_accum
-from optax_accum import accumulate, grad, make_train_step, value_and_grad
+from optax_accum import (
+    accumulate,
+    grad,
+    init_train_state,
+    make_train_step,
+    value_and_grad,
+)
 
 X = jnp.arange(6.0)
 
@@ -557,3 +565,31 @@ def test_every_wrong_leaf_is_named():
 
     with pytest.raises(TypeError, match=r"\['a'\].*\['b'\]"):
         value_and_grad(loss)({"w": 1.0, "a": 1, "b": jnp.array(True)}, X)
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_rows_that_were_not_split_are_named_where_that_fails(as_keyword):
+    def loss(w, x, y, table):
+        return jnp.mean((w * x - y) ** 2) + 0 * jnp.sum(table)
+
+    def run(**options):
+        given = ((), {"y": X}) if as_keyword else ((X,), {})
+        gradient = grad(loss, **options)
+        return gradient(1.0, X, *given[0], **given[1], table=jnp.ones((2, 6)))
+
+    name = "y" if as_keyword else r"args\[2\]"
+    with pytest.raises((TypeError, ValueError), match="shape") as error:
+        run(num_microbatches=2)
+    assert re.fullmatch(
+        f"`value_and_grad` has passed {name} whole, .*", error.value.__notes__[0]
+    )
+    assert run(num_microbatches=1) == run(num_microbatches=2, batch_argnames=("x", "y"))
+
+
+@pytest.mark.parametrize("as_what", ["params", "model_state"])
+def test_arrays_that_a_step_has_consumed_are_told_so(as_what):
+    array = jnp.ones(2)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    given = {"params": {"w": jnp.ones(2)}, as_what: {"w": array}}
+    with pytest.raises(ValueError, match=rf"init_train_state\({as_what}\).*given away"):
+        init_train_state(given.pop("params"), optax.sgd(0.1), **given)

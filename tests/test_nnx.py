@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import auto_mesh, explicit_mesh, lay
 from pages import DOCS, run_page
 
 import optax_accum
@@ -274,6 +275,95 @@ def test_a_variable_that_two_arguments_share_stays_one(batch):
     assert model.calls is counter and counter[...] == 3
 
 
+def test_arguments_may_have_any_name_and_be_no_arrays(batch):
+    def loss(model, batch, how, *, params, state=None, rows=1.0):
+        assert how == "mean" and state is None
+        return params * rows * loss_fn(model, batch)
+
+    model = Plain(nnx.Rngs(0))
+    grads = optax_accum.nnx.grad(loss, num_microbatches=2)(
+        model, batch, "mean", params=jnp.float32(2.0)
+    )
+    desired = jax.tree.map(lambda g: 2 * g, nnx.grad(loss_fn)(model, batch))
+    assert_close(grads, desired)
+
+
+# -- Layers that Flax hands through programs of their own
+
+
+class Handed(nnx.Module):
+    """By ``nnx.remat``, by ``nnx.jit``, and by ``nnx.remat`` in ``nnx.scan``."""
+
+    def __init__(self, rngs):
+        self.plain, self.stateful = Plain(rngs), Stateful(rngs)
+        self.deep = Deep(rngs)
+
+    def __call__(self, x):
+        @nnx.scan
+        def forward(x, layer):
+            return nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x), None
+
+        y = nnx.remat(lambda model, x: model(x))(self.stateful, x)
+        y = y + nnx.jit(lambda model, x: model(x))(self.plain, x)
+        return y + self.deep.out(forward(x, self.deep.layers)[0])
+
+
+@pytest.mark.slow
+def test_what_is_handed_through_a_program_is_not_assigned(batch):
+    model, other = Handed(nnx.Rngs(0)), Handed(nnx.Rngs(0))
+    value_and_grad = optax_accum.nnx.value_and_grad(loss_fn, num_microbatches=3)
+    desired = one_by_one(other, batch, 3)
+    assert_close(nnx.jit(value_and_grad)(model, batch), desired)
+    assert_close(nnx.state(model), nnx.state(other))
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        self.a, self.b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+
+
+def swap(model):
+    model.a[...], model.b[...] = model.b[...], model.a[...]
+
+
+def move(model):
+    model.b[...] = model.b[...] + 1.0
+
+
+def in_jit(model):
+    nnx.jit(move)(model)
+
+
+def in_remat_of_jit(model):
+    nnx.remat(in_jit)(model)
+
+
+def in_scan(model):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(model, x):
+        model.b[...] = model.b[...] + x
+        return model
+
+    forward(model, jnp.ones(3))
+
+
+def replace(model):
+    model.b[...] = jnp.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "change", [swap, move, in_jit, in_remat_of_jit, in_scan, replace]
+)
+def test_what_is_assigned_anywhere_is_an_error(change):
+    def loss(model, x):
+        change(model)
+        return jnp.mean(x) * jnp.sum(model.a[...] * model.b[...])
+
+    with pytest.raises(ValueError, match="assigns to .*'b'") as error:
+        optax_accum.nnx.grad(loss)(Two(), jnp.ones(4))
+    assert ("'a'" in str(error.value)) == (change is swap)
+
+
 # -- The optimizer, and the doors
 
 
@@ -444,6 +534,21 @@ def test_devices_share_statistics_and_have_dropout_of_their_own(door):
     np.testing.assert_allclose(model.norm.mean[...], 4.0)
 
 
+@pytest.mark.slow
+def test_further_arguments_on_an_explicit_mesh(batch):
+    def loss(model, batch, scale):
+        return scale * loss_fn(model, batch)
+
+    model = Plain(nnx.Rngs(0))
+    desired = nnx.value_and_grad(loss)(model, batch, jnp.float32(2.0))
+    mesh = explicit_mesh((4,), ("data",))
+    with jax.set_mesh(mesh):
+        nnx.update(model, lay(nnx.state(model), mesh, jax.P()))
+        value_and_grad = optax_accum.nnx.value_and_grad(loss, reduce_axes="data")
+        args = lay(batch, mesh, jax.P("data")), lay(jnp.float32(2.0), mesh, jax.P())
+        assert_close(nnx.jit(value_and_grad)(model, *args), desired)
+
+
 # -- Errors
 
 
@@ -493,6 +598,35 @@ def test_what_is_no_module_is_an_error(batch):
         optax_accum.nnx.functional(loss_fn, {"w": jnp.ones(3)})
 
 
+def test_streams_are_no_keys(batch):
+    def loss(model, batch, rngs):
+        return loss_fn(model, batch)
+
+    with pytest.raises(TypeError, match="JAX's random keys, got Rngs at rngs"):
+        optax_accum.nnx.grad(loss, rng_argnums=2)(
+            Plain(nnx.Rngs(0)), batch, nnx.Rngs(noise=0)
+        )
+
+
+def test_a_loss_without_its_model_state_is_an_error(batch):
+    _, loss, params, _ = make_functional(Stateful)
+    tx = optax.sgd(0.1)
+    state = optax_accum.init_train_state(params, tx)
+    with pytest.raises(TypeError, match="must be given a `model_state`, got none"):
+        optax_accum.make_train_step(loss, tx)(state, batch)
+
+
+def test_devices_that_would_draw_the_same_are_an_error(batch):
+    _, loss, params, state = make_functional(Stateful)
+    with pytest.raises(ValueError, match="nnx.functional.reduce_axes.* got none"):
+        jax.shard_map(
+            lambda rows: loss(params, rows, model_state=state)[0],
+            mesh=auto_mesh((4,), ("data",)),
+            in_specs=jax.P("data"),
+            out_specs=jax.P(),
+        )(batch)
+
+
 def test_what_is_no_function_is_an_error():
     with pytest.raises(TypeError, match="nnx.functional"):
         optax_accum.nnx.functional(Plain(nnx.Rngs(0)), loss_fn)
@@ -534,8 +668,8 @@ def test_page():
     page = run_page(DOCS / "nnx.md")
     model, n = page["model"], page["plan"].num_microbatches
     assert n > 1
-    # Ten steps of 4 micro-batches, 4 calls, and a step of the plan's.
-    assert model.dropout.rngs.count[...] == 10 * 4 + 4 + n
+    # Ten steps of 4 micro-batches, 4 with aux, 4 calls, and a step of the plan's.
+    assert model.dropout.rngs.count[...] == 10 * 4 + 4 + 4 + n
     np.testing.assert_array_equal(
         model.out.bias[...], page["state"].params["out"]["bias"]
     )

@@ -87,6 +87,8 @@ LAYERS = [
     "_verify_gradients",
     "_verify",
     "_demo",
+    "_forwarded",
+    "_modules",
     "nnx",
 ]
 
