@@ -12,10 +12,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m optax_accum demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --junitxml=$(VENV)/tests/quick.xml
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 -m slow --junitxml=$(VENV)/tests/slow.xml
 
 # All tests on the oldest versions that pyproject.toml admits and on the newest that
 # there are; what ran is then recorded for the README.
@@ -25,7 +25,9 @@ test-oldest test-newest: test-%: $(INSTALLED)
 	$(BIN)/uv venv --quiet --allow-existing --python 3.11 build/$*
 	$(BIN)/uv pip install --quiet --upgrade --resolution $(RESOLUTION) \
 		--python build/$* --editable '.[test]'
-	build/$*/bin/python benchmarks/versions.py $*
+	touch build/$*/installed
+	$(MAKE) test test-slow VENV=build/$*
+	build/$*/bin/python benchmarks/versions.py $* build/$*/tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

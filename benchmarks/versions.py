@@ -1,15 +1,13 @@
-"""Runs all tests here, and records with which versions they passed.
+"""Records with which versions all tests have passed.
 
-``python benchmarks/versions.py oldest`` is for an environment of the oldest versions,
-``python benchmarks/versions.py newest`` for one of the newest: `make test-oldest` and
-`make test-newest` make them. ``python benchmarks/readme.py`` publishes.
+``make test-oldest`` and ``make test-newest`` run the tests in an environment of their
+own, and this script in it, with the folder of the reports that pytest has written.
+``python benchmarks/readme.py`` publishes.
 """
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -24,15 +22,18 @@ from tables import render_rows
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 ENVIRONMENTS = ("oldest", "newest")
+REPORTS = ("quick.xml", "slow.xml")
 BENEATH = ("jaxlib", "numpy")  # nothing of ours asks for them, and all depends on them
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", choices=ENVIRONMENTS, help="what this one is of")
+    parser.add_argument("reports", type=Path, help="a folder with those of pytest")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    record = describe_origin() | {"tests": run_tests(), "versions": find_versions()}
+    tests = count_tests(options.reports)
+    record = describe_origin() | {"tests": tests, "versions": find_versions()}
     output = options.output
     results = json.loads(output.read_text()) if output.exists() else {}
     results |= {options.environment: record}
@@ -41,32 +42,23 @@ def main(arguments: list[str] | None = None) -> None:
     output.write_text(json.dumps(ordered, indent=2) + "\n")
 
 
-def run_tests(*chosen: str) -> dict[str, int]:
-    """How many passed and were skipped, quick and slow ones; exits where one failed.
-
-    The two in processes of their own, as `make test` and `make test-slow` run them.
-    """
+def count_tests(reports: Path) -> dict[str, int]:
+    """How many passed and were skipped, quick and slow ones; exits where one failed."""
     counts: Counter[str] = Counter()
-    for marked in ("not slow", "slow"):
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "tests.xml"
-            command = [sys.executable, "-m", "pytest", f"--junitxml={report}"]
-            command += ["-n", "2", "-m", marked, *chosen]
-            code = subprocess.run(command, cwd=ROOT).returncode
-            if code:
-                sys.exit(code)
-            counts.update(count_tests(report))
-    return dict(counts)
-
-
-def count_tests(report: Path) -> dict[str, int]:
-    """Of a report in the XML of JUnit."""
-    suites = list(ElementTree.parse(report).iter("testsuite"))
-    total, skipped = (
-        sum(int(suite.attrib[name]) for suite in suites)
-        for name in ("tests", "skipped")
-    )
-    return {"passed": total - skipped, "skipped": skipped}
+    for path in (reports / name for name in REPORTS):
+        if not path.exists():
+            sys.exit(
+                f"{path} is missing; run `make test-oldest` or `make test-newest`."
+            )
+        for suite in ElementTree.parse(path).iter("testsuite"):
+            names = ("tests", "skipped", "failures", "errors")
+            counts.update({name: int(suite.attrib[name]) for name in names})
+    if counts["failures"] or counts["errors"]:
+        sys.exit(f"Tests in {reports} have failed; nothing is recorded.")
+    return {
+        "passed": counts["tests"] - counts["skipped"],
+        "skipped": counts["skipped"],
+    }
 
 
 def find_versions() -> dict[str, str]:

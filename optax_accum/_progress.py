@@ -17,7 +17,7 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
         from rich.progress import Progress
     except ImportError:
         Console = Progress = None
-    console = Console and Console(stderr=True)
+    console = None if Console is None else Console(stderr=True)
     if console is None or Progress is None or not _is_watched(console):
         # Outside of the `except`, or every error of the work would be shown as another
         # one, which came while this one was handled.

@@ -157,6 +157,7 @@ def test_inner_receives_no_value_that_was_not_given():
     assert seen and all(names == [] for names in seen)
 
 
+@pytest.mark.slow
 def test_reduce_on_plateau_sees_window_means():
     """The window means never improve; the last value of each window always does."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)

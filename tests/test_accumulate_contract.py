@@ -209,6 +209,7 @@ def lists(elements):
     return st.lists(elements, min_size=LENGTH, max_size=LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_skip", ["microbatch", "window", "ignore"])
 @given(
     grads=lists(st.integers(-64, 64)),

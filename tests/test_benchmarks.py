@@ -164,6 +164,7 @@ def test_scenarios_measures_each_method_over_n_in_json(few_methods):
     assert programs_of(1).items() <= programs_of(2).items()
 
 
+@pytest.mark.slow
 def test_check_methods_names_a_method_that_leaves_out_rows(monkeypatch):
     def describe_methods(problem):
         part = {name: rows[:6] for name, rows in problem.batch.items()}
@@ -370,6 +371,7 @@ def test_precision_renders_a_row_for_each_sum():
 100 entries of mean 0""")
 
 
+@pytest.mark.slow
 def test_precision_measures_what_narrow_sums_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "COUNTS", (64,))
     precision.main(["--output", str(tmp_path / "new" / "precision.json")])

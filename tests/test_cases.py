@@ -83,6 +83,7 @@ def test_clipping_the_window_and_not_its_parts():
     np.testing.assert_allclose(wrong[1], [-0.3, -0.4], rtol=4 * F32_ULP)
 
 
+@pytest.mark.slow
 def test_adafactor_in_bfloat16():
     """https://github.com/google-deepmind/optax/issues/377"""
     params = jnp.ones((4, 4), jnp.bfloat16)
@@ -235,6 +236,7 @@ np.savez(sys.argv[2], update, *jax.tree.leaves(state))
 """
 
 
+@pytest.mark.slow
 def test_resumed_mid_window_in_a_new_process(tmp_path):
     """https://github.com/huggingface/transformers/issues/22143"""
     tx = optax_accum.accumulate(optax.sgd(1.0), 4)
@@ -317,6 +319,7 @@ def test_only_batch_arguments_are_split():
     np.testing.assert_allclose(actual, expected, rtol=4 * F32_ULP)
 
 
+@pytest.mark.slow
 def test_dropout_masks_differ_between_microbatches_and_repeat():
     """https://github.com/google-research/vision_transformer/issues/286"""
     key, x = jax.random.key(3), jnp.ones((4, 64))

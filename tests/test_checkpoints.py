@@ -86,6 +86,7 @@ def assert_trained(params, windows):
 # -- In the middle of a window
 
 
+@pytest.mark.slow
 def test_tuples_of_ours_and_typed_keys_come_back_as_such(checkpointer):
     training = trainings.make_window_steps()
     saved = advance(training, training.init(), 0, 6)

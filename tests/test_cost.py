@@ -223,6 +223,7 @@ def instructions(step, *args):
     return sum(" = " in line for line in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_programs_do_not_grow_with_the_number_of_microbatches(wrapped):
     """Nor does the time to compile them."""

@@ -109,6 +109,7 @@ def test_counting_is_free_where_weights_come_from_the_batch(
     assert matmuls(ours) == matmuls(theirs) > 0
 
 
+@pytest.mark.slow
 def test_weights_from_the_parameters_cost_what_they_depend_on(params, batch):
     """As the docstring says: the model runs once more, forwards."""
     apply = language_model("unrolled")

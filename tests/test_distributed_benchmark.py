@@ -151,6 +151,7 @@ def test_count_is_unknown_where_a_loop_does_not_tell():
     assert sharded.count([]) == 0
 
 
+@pytest.mark.slow
 def test_check_methods_names_a_method_that_counts_a_row_twice(
     monkeypatch, fast_compilation
 ):

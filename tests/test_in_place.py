@@ -365,6 +365,7 @@ def test_models(name):
     check_model(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIED)
 def test_a_parameter_that_a_program_takes_twice(name):
     """Through two refs to one sum, JAX would write back one after the other."""

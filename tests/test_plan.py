@@ -309,6 +309,7 @@ def test_arrays_that_are_laid_out_in_different_ways():
 # -- What is predicted, against what the compiler says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_the_peak_is_that_of_the_step_itself(n):
     candidate = next(c for c in full_plan().candidates if c.num_microbatches == n)
@@ -379,6 +380,7 @@ def test_the_accumulator_is_as_wide_as_its_dtype(options, bytes_per_parameter):
     assert found.candidates[1].memory.params == 2 * params
 
 
+@pytest.mark.slow
 def test_the_sums_of_an_open_window_are_accumulator():
     optimizer = optax_accum.accumulate(OPTIMIZER, 4)
     state = jax.eval_shape(lambda: make_state(optimizer))
@@ -459,6 +461,7 @@ def test_arrays_plan_as_their_types_and_stay():
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, batch)))
 
 
+@pytest.mark.slow
 def test_keys_model_state_and_further_arguments():
     def loss(params, batch, scale, *, key, model_state):
         noise = jax.random.normal(key, batch["y"].shape)
@@ -594,6 +597,7 @@ def telling_devices(monkeypatch):
     monkeypatch.setattr("optax_accum._memory_limit._devices_of", lambda trees: devices)
 
 
+@pytest.mark.slow
 def test_the_device_is_asked(telling_devices):
     assert plan(None).memory_limit == 200_000
     assert plan(0.9).memory_limit == 180_000
@@ -675,6 +679,7 @@ def test_the_plot_shows_every_candidate_that_was_compiled(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_time_runs_what_fits():
     peaks = [c.memory.peak for c in full_plan().candidates]
     found = plan((peaks[0] + peaks[1]) // 2)
@@ -842,6 +847,7 @@ def test_auto_takes_what_the_plan_says(caplog):
     assert len(caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_auto_compiles_nothing_that_the_plan_has_compiled():
     traces = []
 

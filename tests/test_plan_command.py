@@ -79,6 +79,7 @@ def test_a_training_of_ones_own(training, capsys, name):
     assert out.startswith("1 micro-batch of 16 rows, limit 1 GiB on each device\n")
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_a_number(training, capsys):
     planned = importlib.import_module(training).make()
     found = optax_accum.plan_microbatches(
@@ -91,6 +92,7 @@ def test_a_limit_that_is_a_number(training, capsys):
     assert "fraction 0.5" in err
 
 
+@pytest.mark.slow
 def test_exhaustive_and_a_figure(training, capsys, tmp_path):
     figure = tmp_path / "plan.png"
     arguments = ("--limit", "1GiB", "--exhaustive", "--figure", str(figure))

@@ -188,6 +188,7 @@ def test_dtypes_of_the_transformation(param, grad, x64):
     np.testing.assert_array_equal(updates[-1], jnp.full(3, 3.0, grad))
 
 
+@pytest.mark.slow
 def test_fractional_weights_in_float64(x64):
     """Exact to 1e-12: ten thousand roundings of 1e-16."""
     rng = np.random.default_rng(0)

@@ -336,6 +336,7 @@ def test_options_of_a_step(options):
         assert largest_relative_error(got, (value, grads)) < rtol
 
 
+@pytest.mark.slow
 def test_a_last_smaller_microbatch():
     value_and_grad = optax_accum.value_and_grad(
         token_loss, microbatch_size=2, reduce_axes="data", mesh=MESH
@@ -858,6 +859,7 @@ def test_parameters_that_are_alike_are_reduced_inside():
     assert largest_relative_error(*results) < RTOL
 
 
+@pytest.mark.slow
 def test_a_window_reduces_when_it_closes():
     optimizer = optax.adam(1e-3)
     state = optax_accum.init_train_state(lay(table(), MESH, P()), optimizer)

@@ -170,6 +170,7 @@ def test_a_scan_with_accumulate_inside_gives_the_same_parameters(name):
     assert_params_close(params, state.params)
 
 
+@pytest.mark.slow
 def test_doors_compose_to_calls_times_microbatches():
     """4 calls of 3 micro-batches are one batch of all their rows."""
     batches = make_batches(4)
@@ -386,6 +387,7 @@ def test_parameters_of_8_bits(dtype):
     assert state.params.dtype == dtype
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_refuses_a_wider_gradient():
     optimizer = optax.apply_if_finite(optax.adam(0.1), 3)
     batches = make_batches(2, jnp.bfloat16)

@@ -378,6 +378,7 @@ def test_no_more_rows_than_a_microbatch_meet_the_parameters(params, batch):
     assert rows == [ROWS // 4]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_microbatches():
     """https://github.com/jax-ml/jax/issues/3186 : the twin differentiates the loop."""
 
@@ -543,6 +544,7 @@ def test_inside_shard_map(batch, params):
 # -- Inside other transformations
 
 
+@pytest.mark.slow
 def test_under_vmap_over_parameters(params, batch):
     many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
     grad_fn = optax_accum.grad(loss_fn, num_microbatches=3)
@@ -563,6 +565,7 @@ def test_differentiated_again():
     np.testing.assert_allclose(ours(0.3), theirs(0.3), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_remat_and_inner_scan(params, batch):
     @jax.checkpoint
     def layer(x, w):

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 import tomllib
 
@@ -10,24 +12,6 @@ import readme
 import versions
 from helpers import make_origin
 from pages import ROOT
-
-PASSING = """
-import pytest
-
-def test_quick(): pass
-
-@pytest.mark.slow
-def test_slow(): pass
-
-def test_skipped(): pytest.skip("here")
-"""
-FAILING = PASSING + "\ndef test_wrong(): assert 1 + 1 == 3\n"
-
-
-def choose_tests(path, source):
-    """Arguments with which only these run."""
-    path.write_text(source)
-    return str(path), "-c", str(ROOT / "pyproject.toml"), "-n", "0"
 
 
 def make_results():
@@ -56,35 +40,50 @@ TABLE = """\
 """
 
 
-@pytest.mark.slow
-def test_quick_and_slow_tests_are_run_and_counted(tmp_path):
-    chosen = choose_tests(tmp_path / "test_made_up.py", PASSING)
-    assert versions.run_tests(*chosen) == {"passed": 2, "skipped": 1}
+def write_reports(folder, **failures):
+    """As pytest writes them: 3 quick tests, one of them skipped, and 2 slow ones."""
+    for name, tests, skipped in (("quick", 3, 1), ("slow", 2, 0)):
+        failed = failures.get(name, 0)
+        suite = f'errors="0" failures="{failed}" skipped="{skipped}" tests="{tests}"'
+        report = f'<testsuites><testsuite name="pytest" {suite}/></testsuites>'
+        (folder / f"{name}.xml").write_text(report)
+    return str(folder)
 
 
-@pytest.mark.slow
-def test_a_failed_run_is_not_recorded(tmp_path, monkeypatch):
-    chosen = choose_tests(tmp_path / "test_made_up.py", FAILING)
-    run = versions.run_tests
-    monkeypatch.setattr(versions, "run_tests", lambda: run(*chosen))
+def test_reports_are_those_of_pytest(tmp_path):
+    test = tmp_path / "test_made_up.py"
+    test.write_text(
+        "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('here')\n"
+    )
+    for name in versions.REPORTS:
+        command = [sys.executable, "-m", "pytest", "-c", os.devnull, str(test)]
+        command += [f"--rootdir={tmp_path}", f"--junitxml={tmp_path / name}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert versions.count_tests(tmp_path) == {"passed": 2, "skipped": 2}
+
+
+@pytest.mark.parametrize("name", ["quick", "slow"])
+def test_a_failed_or_missing_run_is_not_recorded(name, tmp_path):
     output = tmp_path / "versions.json"
-    with pytest.raises(SystemExit) as exited:
-        versions.main(["oldest", "--output", str(output)])
-    assert exited.value.code == pytest.ExitCode.TESTS_FAILED
+    arguments = ["oldest", write_reports(tmp_path, **{name: 1})]
+    with pytest.raises(SystemExit, match="have failed"):
+        versions.main([*arguments, "--output", str(output)])
+    (tmp_path / f"{name}.xml").unlink()
+    with pytest.raises(SystemExit, match=f"{name}.xml is missing"):
+        versions.main([*arguments, "--output", str(output)])
     assert not output.exists()
 
 
-def test_main_keeps_what_is_recorded_of_the_other_environment(tmp_path, monkeypatch):
-    tests = {"passed": 3, "skipped": 0}
-    monkeypatch.setattr(versions, "run_tests", lambda: tests)
+def test_main_keeps_what_is_recorded_of_the_other_environment(tmp_path):
+    reports = write_reports(tmp_path)
     output = tmp_path / "new" / "versions.json"
-    versions.main(["newest", "--output", str(output)])
+    versions.main(["newest", reports, "--output", str(output)])
     newest = json.loads(output.read_text())["newest"]
-    versions.main(["oldest", "--output", str(output)])
+    versions.main(["oldest", reports, "--output", str(output)])
     results = json.loads(output.read_text())
     assert list(results) == ["oldest", "newest"]
     assert results["newest"] == newest
-    assert results["oldest"]["tests"] == tests
+    assert results["oldest"]["tests"] == {"passed": 4, "skipped": 1}
     assert results["oldest"]["versions"]["jax"] == importlib.metadata.version("jax")
 
 

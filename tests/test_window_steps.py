@@ -104,6 +104,7 @@ def test_a_window_of_several_terms_is_one_batch(way):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mean_of_calls_is_another_gradient():
     """The twin: what a loop gives that averages the calls."""
     loss_fn, params, batch = LOSSES["regression"][0](np.float32)
@@ -113,6 +114,7 @@ def test_the_mean_of_calls_is_another_gradient():
     assert largest_relative_error(naive, grads) > 0.01
 
 
+@pytest.mark.slow
 def test_doubles(x64):
     make, _ = LOSSES["regression"]
     loss_fn, params, batch = make(np.float64)
@@ -281,6 +283,7 @@ def test_compensated_sums():
 # -- What counts
 
 
+@pytest.mark.slow
 def test_padding_adds_nothing_even_if_it_is_nan():
     def loss_fn(w, batch):
         x = batch["x"] / jnp.sum(

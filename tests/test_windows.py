@@ -180,6 +180,7 @@ def test_a_partial_window_of_unequal_tokens(batch):
     assert (state.mini_step, state.gradient_step) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_hands_over_the_weight(batch):
     """Door 1: the value is differentiated, the weight goes with the gradient."""
     expected = jax.value_and_grad(unsplit(masked_loss))(2.0, batch)
@@ -196,6 +197,7 @@ def test_a_loop_of_ones_own_hands_over_the_weight(batch):
     np.testing.assert_allclose(-updates[-1], expected[1], rtol=36 * F32_ULP)
 
 
+@pytest.mark.slow
 def test_sums_over_calls(batch):
     """Each call weighs 1: their mean, or their sum where that is what is asked."""
 
@@ -279,6 +281,7 @@ def test_keys_differ_between_the_calls_of_a_window():
 # -- As a loop
 
 
+@pytest.mark.slow
 def test_the_step_is_a_scan_body_with_16_bit_parameters():
     loss_fn, params, batch = regression(np.float32)
     params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
