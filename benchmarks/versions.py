@@ -23,6 +23,7 @@ from tables import render_rows
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 ENVIRONMENTS = ("oldest", "newest")
 REPORTS = ("quick.xml", "slow.xml")
+TOOLS = ("dev", "docs")  # extras that no test needs
 BENEATH = ("jaxlib", "numpy")  # nothing of ours asks for them, and all depends on them
 
 
@@ -62,12 +63,12 @@ def count_tests(reports: Path) -> dict[str, int]:
 
 
 def find_versions() -> dict[str, str]:
-    """Python's, and of all packages that pyproject.toml names those that are here."""
+    """Python's, and those of the packages that pyproject.toml names for use or test."""
     versions = {"python": sys.version.split()[0]}
     for name in [*BENEATH, *find_packages()]:
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # a tool for developers, no test needs it
+        except PackageNotFoundError:  # of an extra that was not installed
             continue
     return versions
 
@@ -75,7 +76,8 @@ def find_versions() -> dict[str, str]:
 def find_packages() -> Iterator[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for requirements in (project["dependencies"], *extras.values()):
+    chosen = [extras[extra] for extra in extras if extra not in TOOLS]
+    for requirements in (project["dependencies"], *chosen):
         names = (Requirement(requirement).name for requirement in requirements)
         yield from (name for name in names if name != project["name"])
 
@@ -83,7 +85,8 @@ def find_packages() -> Iterator[str]:
 def render(results: dict[str, Any]) -> str:
     """A table in Markdown, a package in each row, an environment in each column."""
     records = results.values()
-    packages = sorted({name for record in records for name in record["versions"]})
+    recorded = {name for record in records for name in record["versions"]}
+    packages = sorted(recorded & {*BENEATH, *find_packages()})
     first = ["python", "jax", "jaxlib", "optax"]
     ordered = [*first, *(name for name in packages if name not in first)]
     rows = [
@@ -102,8 +105,8 @@ def render_note(results: dict[str, Any]) -> str:
         for environment, record in results.items()
     )
     return (
-        "The oldest versions that `pyproject.toml` admits, and the newest that there "
-        "were on the day; quick and slow tests together, each warning an error. "
+        "Oldest are the oldest versions that `pyproject.toml` admits, newest the "
+        "latest on the day; quick and slow tests together, each warning an error. "
         f"{made}. Made by `make test-oldest`, `make test-newest` and "
         "`python benchmarks/readme.py`."
     )

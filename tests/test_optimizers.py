@@ -266,7 +266,7 @@ def check_scan(name, tx, windows, params):
     jax.eval_shape(lambda: jax.lax.scan(body, tx.init(params), calls))
 
 
-def check(name, dtypes):
+def assert_steps_as_the_bare_optimizer(name, dtypes):
     if dtypes[0] == dtypes[1]:
         return check_optimizer(name, *dtypes)
     with jax.numpy_dtype_promotion("standard"):  # as who mixes them has it
@@ -299,17 +299,17 @@ def test_steps_as_the_bare_optimizer_on_the_mean(name, dtypes):
     windows, params = make_windows(dtypes[1]), make_params(dtypes[0])
     if is_refused(name, *dtypes):
         with pytest.raises(TypeError, match="types"):
-            check(name, dtypes)
+            assert_steps_as_the_bare_optimizer(name, dtypes)
     if is_refused(name, *dtypes) or (name, *dtypes) == ("galore", *DTYPES[1]):
         with pytest.raises(TypeError, match="types"):  # nothing to compare with
             list(step_alone(name, windows, params, dtypes[1]))
     else:
-        check(name, dtypes)
+        assert_steps_as_the_bare_optimizer(name, dtypes)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "schedule_free_sgd"])
 def test_a_few_step_as_the_bare_optimizer_on_the_mean(name):
-    check(name, ("bfloat16", "bfloat16"))
+    assert_steps_as_the_bare_optimizer(name, ("bfloat16", "bfloat16"))
 
 
 # -- Names in the state
