@@ -96,12 +96,8 @@ def prepare(
         def call(trained, microbatch, index, carry, rows):
             values = Roles(trained, microbatch, fold(index) if rng else rng, carry)
             micro_args, micro_kwargs = replace(args, kwargs, places, values)
-            try:
-                returned = fun(*micro_args, **micro_kwargs)
-            except (TypeError, ValueError) as error:
-                if whole and not split.is_whole:
-                    error.add_note(_unsplit(caller, whole))
-                raise
+            unsplit = [] if split.is_whole else whole
+            returned = _run(caller, fun, micro_args, micro_kwargs, unsplit)
             old = labelled(places.carried, carry)
             output = read_output(caller, returned, old, has_aux, rows)
             return as_share(caller, output, axes)
@@ -142,11 +138,20 @@ def _as_long(
     ]
 
 
-def _unsplit(caller: str, labels: list[str]) -> str:
-    return (
-        f"`{caller}` has passed {', '.join(labels)} whole, as long as the batch; if "
-        "there are rows in it, put it into the batch or name it in `batch_argnums`."
-    )
+def _run(
+    caller: str, fun: Callable, args: Sequence, kwargs: dict[str, Any], whole: list[str]
+) -> Any:
+    """A call of `fun`, whose errors name what is `whole`, as long as the batch."""
+    try:
+        return fun(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        if whole:
+            error.add_note(
+                f"`{caller}` has passed {', '.join(whole)} whole, as long as the "
+                "batch; if there are rows in it, put it into the batch or name it in "
+                "`batch_argnums`."
+            )
+        raise
 
 
 # -- What may be differentiated

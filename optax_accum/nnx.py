@@ -206,7 +206,6 @@ def value_and_grad(
         places = find_nodes(caller, roles, args, kwargs)
         models, rows, keys, others = values_at(places, args, kwargs)
         rest = find_others(places, args, kwargs)
-        everywhere = (*places.carried, *(place for place, _ in rest))
         for model in models:
             check_module(f"{caller}(fun)", model)
         nodes = (*models, *others)
@@ -215,24 +214,21 @@ def value_and_grad(
             check_chosen(f"{caller}(fun)", argument.filter, own)
         apart = Apart(caller, graphdef, filters, axes)
 
-        def fun_of_arrays(params, rows, state, keys, /, **rest):
-            def call(nodes):
-                models, others = nodes[: len(chosen)], nodes[len(chosen) :]
-                values = Roles(models, rows, keys, (*others, *rest.values()))
-                all_places = places._replace(carried=everywhere)
-                inner_args, inner_kwargs = replace(args, kwargs, all_places, values)
-                return fun(*inner_args, **inner_kwargs)
-
-            several = (params,) if is_single else params
-            trained = [nnx.State({i: own}) for i, own in enumerate(several)]
-            returned, new = call_whole(call, apart, trained, state)
-            return beside(caller, returned, new, has_aux)
+        def call(nodes, rows, keys, values):
+            count = len(chosen)
+            everywhere = (*places.carried, *(place for place, _ in rest))
+            given = Roles(nodes[:count], rows, keys, (*nodes[count:], *values))
+            all_places = places._replace(carried=everywhere)
+            inner_args, inner_kwargs = replace(args, kwargs, all_places, given)
+            return fun(*inner_args, **inner_kwargs)
 
         several = tuple(own[i] for i, own in enumerate(params))
         trained = several[0] if is_single else several
         # By name, for arrays that are closed over cannot lie on an Explicit mesh.
         named = {place.label: value for place, value in rest}
-        value, grads = transform(fun_of_arrays)(trained, rows, state, keys, **named)
+        value, grads = transform(_of_arrays(call, apart, is_single, has_aux))(
+            trained, rows, state, keys, **named
+        )
         loss, kept = value
         new, *aux = kept if has_aux else (kept,)
         nnx.update(nodes, new)
@@ -273,3 +269,19 @@ def grad(fun: Callable, **options: Any) -> Callable:
         return (grads, value[1]) if options.get("has_aux") else grads
 
     return grad_fn
+
+
+def _of_arrays(
+    call: Callable, apart: Apart, is_single: bool, has_aux: bool
+) -> Callable:
+    """`call`, of whole modules and what else there is, as a function of arrays."""
+
+    def fun_of_arrays(params, rows, state, keys, /, **rest):
+        several = (params,) if is_single else params
+        trained = [nnx.State({i: own}) for i, own in enumerate(several)]
+        returned, new = call_whole(
+            lambda nodes: call(nodes, rows, keys, rest.values()), apart, trained, state
+        )
+        return beside(apart.caller, returned, new, has_aux)
+
+    return fun_of_arrays
