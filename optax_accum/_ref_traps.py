@@ -11,7 +11,6 @@ Seen on JAX 0.10.2, in silence but for the last one:
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -139,6 +138,9 @@ def find_traps() -> tuple[str, ...]:
     In a thread of its own, where nothing is being traced: refs cannot be tried while
     the program that asks for them is.
     """
+    # Not at import: some versions of JAX do without it.
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(1) as thread:
         right = list(thread.map(_adds_rightly, _TRAPS.values()))
     return tuple(
