@@ -26,6 +26,20 @@ class Apart(NamedTuple):
     axes: tuple[str, ...]  # over which devices share the rows
 
 
+def take_apart(
+    caller: str, nodes: tuple, chosen: Sequence[nnx.DiffState], axes: tuple[str, ...]
+) -> tuple[Apart, tuple[nnx.State, ...], nnx.State]:
+    """The arrays of `nodes`: of each of the first what is `chosen`, and all others."""
+    for node in nodes[: len(chosen)]:
+        check_module(f"{caller}(fun)", node)
+    filters = tuple(_within(i, x.filter) for i, x in enumerate(chosen))
+    graphdef, *parts, state = nnx.split(nodes, *filters, ...)
+    for argument, part in zip(chosen, parts, strict=True):
+        check_chosen(f"{caller}(fun)", argument.filter, part)
+    params = tuple(part[i] for i, part in enumerate(parts))
+    return Apart(caller, graphdef, filters, axes), params, state
+
+
 def call_whole(
     call: Callable[[Any], Any], apart: Apart, trained: Sequence, state: nnx.State
 ) -> tuple[Any, nnx.State]:
@@ -84,7 +98,7 @@ def diff_state(argnum: Any, wrt: Any) -> nnx.DiffState:
     return argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, wrt)
 
 
-def within(number: int, chosen: Any) -> Callable[[tuple, Any], bool]:
+def _within(number: int, chosen: Any) -> Callable[[tuple, Any], bool]:
     """The filter that chooses so of one argument of several."""
     matches = nnx.filterlib.to_predicate(chosen)
     return lambda path, x: path[0] == number and matches(path[1:], x)

@@ -31,7 +31,7 @@ from optax_accum._modules import (
     check_streams,
     diff_state,
     find_nodes,
-    within,
+    take_apart,
 )
 from optax_accum._value import name_roles
 from optax_accum._value_and_grad import value_and_grad as value_and_grad_of_arrays
@@ -199,20 +199,14 @@ def value_and_grad(
     )
     transform(fun)  # now, so that what is wrong with the options is said
     axes = check_axes(f"{caller}(reduce_axes=...)", options.get("reduce_axes", ()))
-    filters = tuple(within(i, x.filter) for i, x in enumerate(chosen))
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
         places = find_nodes(caller, roles, args, kwargs)
         models, rows, keys, others = values_at(places, args, kwargs)
         rest = find_others(places, args, kwargs)
-        for model in models:
-            check_module(f"{caller}(fun)", model)
         nodes = (*models, *others)
-        graphdef, *params, state = nnx.split(nodes, *filters, ...)
-        for argument, own in zip(chosen, params, strict=True):
-            check_chosen(f"{caller}(fun)", argument.filter, own)
-        apart = Apart(caller, graphdef, filters, axes)
+        apart, params, state = take_apart(caller, nodes, chosen, axes)
 
         def call(nodes, rows, keys, values):
             count = len(chosen)
@@ -222,8 +216,7 @@ def value_and_grad(
             inner_args, inner_kwargs = replace(args, kwargs, all_places, given)
             return fun(*inner_args, **inner_kwargs)
 
-        several = tuple(own[i] for i, own in enumerate(params))
-        trained = several[0] if is_single else several
+        trained = params[0] if is_single else params
         # By name, for arrays that are closed over cannot lie on an Explicit mesh.
         named = {place.label: value for place, value in rest}
         value, grads = transform(_of_arrays(call, apart, is_single, has_aux))(
