@@ -135,6 +135,7 @@ def test_a_mean_of_means_is_not_it():
     np.testing.assert_allclose(np.squeeze(results), [-1, -2 / 3], rtol=RTOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_skip", ["microbatch", "window", "ignore"])
 def test_a_local_nan(on_skip):
     """A device whose gradient is skipped weighs nothing; all take the same branch."""

@@ -65,6 +65,7 @@ def user_step(optimizer):
     return jax.jit(step, donate_argnums=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [1, 2])
 def test_temporaries_are_at_most_those_of_multi_steps(door):
     optimizer, batch = optax.adamw(0.1), make_batch(4)

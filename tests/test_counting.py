@@ -185,6 +185,7 @@ def test_a_callback_in_a_loss_of_several_terms_runs_twice():
     assert evaluations(two_terms, 4) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [1, 2, 3])
 def test_one_accumulator_for_any_number_of_terms(terms):
     """Temporaries in units of the parameters."""

@@ -64,6 +64,7 @@ def test_grid_in_float64(name, count, x64):
     check_grid(name, count, np.float64, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["language model", "regression"])
 def test_twin_plain_averaging_is_wrong(name):
     loss_fn, params, batch = LOSSES[name][0](np.float32)
@@ -220,6 +221,7 @@ def test_a_sum_is_added_up():
 # -- What weighs nothing
 
 
+@pytest.mark.slow
 def test_rows_of_padding_and_nan():
     """Neither what is masked nor a micro-batch without weight leaves a trace."""
 

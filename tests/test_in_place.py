@@ -372,6 +372,7 @@ def test_a_parameter_that_a_program_takes_twice(name):
     check_model(name)
 
 
+@pytest.mark.slow
 @IS_TRAP
 def test_twin_without_help_one_of_two_is_lost(without_help):
     with pytest.raises(AssertionError, match=r"Mismatched elements"):
@@ -489,11 +490,13 @@ def test_any_order_of_what_a_scan_takes(**scan):
     assert mixed_error(mixed_loss(**scan)) <= 1e-4
 
 
+@pytest.mark.slow
 @IS_TRAP
 def test_twin_without_help_it_is_wrong(without_help):
     assert mixed_error(mixed_loss(**WORST)) > 0.01
 
 
+@pytest.mark.slow
 def test_only_what_is_misread_is_added_by_value():
     """Nothing, where nothing is computed before the scan: memory depends on it."""
 

@@ -65,6 +65,7 @@ def test_execute_uses_this_interpreter(tmp_path):
     assert cell.outputs[0].text.strip() == sys.executable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "error"),
     [

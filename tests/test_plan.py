@@ -331,6 +331,7 @@ def test_every_option_of_the_step_reaches_it():
         assert two.memory.peak != compiled_peak(2, batch=PAIR), options
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(jax, "new_ref") or jax.__version_info__ < (0, 10, 2),
     reason="in_place needs JAX 0.10.2",
@@ -340,6 +341,7 @@ def test_in_place_reaches_the_step():
     assert two.memory.peak == compiled_peak(2, batch=PAIR, in_place=True)
 
 
+@pytest.mark.slow
 def test_what_a_peak_consists_of():
     whole, two, *_ = full_plan().candidates
     assert whole.memory.params == size_of(STATE.params)
@@ -645,6 +647,7 @@ def test_a_plan_cannot_be_changed():
     assert hash(found) == hash(plan())
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_was_compiled():
     peaks = [c.memory.peak for c in full_plan().candidates]
     text = str(plan((peaks[0] + peaks[1]) // 2))
@@ -866,6 +869,7 @@ def test_auto_compiles_nothing_that_the_plan_has_compiled():
     assert len(traces) == 2 * once
 
 
+@pytest.mark.slow
 def test_auto_has_lower():
     step = make_train_step(
         loss_fn, OPTIMIZER, num_microbatches="auto", memory_limit=limit_for(4)

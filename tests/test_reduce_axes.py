@@ -810,6 +810,7 @@ def counts(collectives):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["auto", "explicit"])
 def test_one_reduction_after_the_loop(mesh):
     compiled = compile_step(MESHES[mesh], reduce_axes="data")

@@ -71,6 +71,7 @@ def test_value_and_gradient_are_those_of_the_whole_batch(params, batch, split):
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_plain_averaging_of_a_ragged_batch_would_be_wrong(params, batch):
     """The twin: without weights by rows, 5 + 5 + 2 rows give another gradient."""
     parts = [slice(0, 5), slice(5, 10), slice(10, 12)]
@@ -83,6 +84,7 @@ def test_plain_averaging_of_a_ragged_batch_would_be_wrong(params, batch):
         assert_close(naive, jax.grad(loss_fn)(params, batch))
 
 
+@pytest.mark.slow
 def test_microbatches_are_strided():
     """Micro-batch i takes rows i, i+N, ...; what is left over comes last."""
 
@@ -104,6 +106,7 @@ def test_microbatches_are_strided():
     assert rows_of(microbatch_size=5) == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, -1])
 def test_batch_axis(axis):
     x = jax.random.normal(jax.random.key(0), (3, 8))
@@ -453,6 +456,7 @@ def test_gradients_come_in_the_dtype_of_the_argument(
     assert types(fun(*cast)) == types(jax.tree.map(jnp.zeros_like, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_accumulator_dtype_is_that_of_the_gradients_returned(
     params, batch, num_microbatches

@@ -125,6 +125,7 @@ def test_doubles(x64):
     assert metrics["loss"].dtype == metrics["weight"].dtype == jnp.float64
 
 
+@pytest.mark.slow
 def test_doubles_are_numbered_in_32_bits(x64):
     def loss_fn(w, x, key):
         return jnp.mean(w * x * jax.random.normal(key, dtype=x.dtype))
@@ -140,6 +141,7 @@ def test_doubles_are_numbered_in_32_bits(x64):
     assert -state.params == pytest.approx(np.mean(noises), rel=1e-15)
 
 
+@pytest.mark.slow
 def test_trains_as_door_2_does():
     """Several windows, with an optimizer that remembers."""
     loss_fn, params, batch = LOSSES["image classifier"][0](np.float32)
@@ -406,6 +408,7 @@ def test_keys_and_model_state_run_through_the_window(make, split):
     assert state.model_state["count"] == 8
 
 
+@pytest.mark.slow
 def test_aux_is_that_of_the_window():
     def loss_fn(w, x):
         return jnp.mean(w * x), {
@@ -504,6 +507,7 @@ def save(tree):
     return jax.tree.unflatten(structure, [jnp.asarray(loaded[k]) for k in loaded.files])
 
 
+@pytest.mark.slow
 def test_restored_in_mid_window_training_goes_on_bit_for_bit():
     def loss_fn(w, batch, model_state):
         loss = mean((batch["x"] @ w) ** 2, weights=batch["weight"])
@@ -563,6 +567,7 @@ def perceptron(params, batch):
     return jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
 def test_three_programs_and_every_byte_is_reused(way):
     """https://github.com/AI-Hypercomputer/maxtext/pull/5060"""

@@ -45,6 +45,7 @@ def cut(batch, *ends):
     return [jax.tree.map(lambda x, r=r: x[r], batch) for r in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["image classifier", "regression", "siamese"])
 def test_four_calls_of_three_microbatches_are_one_batch(name):
     make, options = LOSSES[name]
@@ -86,6 +87,7 @@ def test_a_decay_inside_the_mean(batch):
     np.testing.assert_allclose(2.0 - trained, expected, rtol=36 * F32_ULP)
 
 
+@pytest.mark.slow
 def test_calls_of_unequal_tokens_are_one_batch(batch):
     expected = jax.value_and_grad(unsplit(masked_loss))(2.0, batch)
     tx = optax_accum.accumulate(SGD, 4)
@@ -103,6 +105,7 @@ def test_calls_of_unequal_tokens_are_one_batch(batch):
     )
 
 
+@pytest.mark.slow
 def test_twin_calls_that_weigh_alike_are_another_batch(batch):
     """What happens if the step does not hand over what a call weighs."""
     expected = jax.grad(unsplit(masked_loss))(2.0, batch)
@@ -162,6 +165,7 @@ def test_a_plain_loss_has_no_branch():
     assert branches(masked_loss) == 1
 
 
+@pytest.mark.slow
 def test_a_partial_window_of_unequal_tokens(batch):
     """https://github.com/huggingface/transformers/pull/39659"""
     calls = cut(batch, 3, 8)
@@ -232,6 +236,7 @@ def test_several_terms_over_several_calls_are_refused(batch):
     train(masked_loss, tx, 2.0, [batch], num_microbatches=3)
 
 
+@pytest.mark.slow
 def test_several_terms_in_windows_of_one_call(batch):
     """Every call is a window: nothing crosses it."""
     bare = train(two_terms, SGD, 2.0, [batch], num_microbatches=3)
