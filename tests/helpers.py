@@ -7,6 +7,9 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
+from losses import normal
+
+import optax_accum
 
 # One rounding to nearest in float32, relative.
 F32_ULP = 2.0**-23
@@ -173,3 +176,19 @@ def make_origin():
         },
         "versions": {"python": "3.11", "jax": "0.9"},
     }
+
+
+def assert_every_microbatch_has_dropout_of_its_own(loss_fn):
+    """On rows that are all alike; `loss_fn` reports its losses as a `Stack`."""
+    optimizer = optax.sgd(0.0)
+    params = {"w": normal(0, 64)}
+    state = optax_accum.init_train_state(params, optimizer, key=jax.random.key(1))
+    train_step = optax_accum.make_train_step(
+        loss_fn, optimizer, num_microbatches=4, has_aux=True, donate=False
+    )
+    second, metrics = train_step(state, jnp.ones((8, 64)))
+    _, again = train_step(state, jnp.ones((8, 64)))
+    _, later = train_step(second, jnp.ones((8, 64)))
+    assert_bits_equal(metrics, again)
+    losses = np.concatenate([metrics["aux"], later["aux"]])
+    assert len(np.unique(losses)) == 8

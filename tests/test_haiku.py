@@ -3,10 +3,11 @@
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from helpers import F32_ULP, assert_bits_equal
+from helpers import (
+    F32_ULP,
+    assert_every_microbatch_has_dropout_of_its_own,
+)
 from losses import largest_relative_error, normal
 from pages import DOCS, run_page
 from plain_loops import folded, lenient, train_by_hand
@@ -83,18 +84,7 @@ def test_dropout_differs_between_microbatches_and_repeats(lenient_jax):
         loss = jnp.mean((model.apply({}, key, x) @ params["w"]) ** 2)
         return loss, optax_accum.Stack(loss)
 
-    optimizer = optax.sgd(0.0)
-    params = {"w": normal(0, 64)}
-    state = optax_accum.init_train_state(params, optimizer, key=jax.random.key(1))
-    train_step = optax_accum.make_train_step(
-        loss_fn, optimizer, num_microbatches=4, has_aux=True, donate=False
-    )
-    second, metrics = train_step(state, jnp.ones((8, 64)))
-    _, again = train_step(state, jnp.ones((8, 64)))
-    _, later = train_step(second, jnp.ones((8, 64)))
-    assert_bits_equal(metrics, again)
-    losses = np.concatenate([metrics["aux"], later["aux"]])
-    assert len(np.unique(losses)) == 8
+    assert_every_microbatch_has_dropout_of_its_own(loss_fn)
 
 
 # -- Stacked layers
